@@ -1,0 +1,55 @@
+# Two commands: `make demo` and `make test`. Each makes its own virtual environment in .venv, once.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: help demo test test-all lint format pictures clean
+
+help:
+	@echo "make demo      check every kernel system, compare tiled with standard attention"
+	@echo "make test      lint, types and the quick test suite"
+	@echo "make test-all  the same with the long tests"
+	@echo "make format    apply ruff's formatting and fixes"
+	@echo "make pictures  draw the figures of the docs again"
+	@echo "make clean     remove .venv and caches"
+
+demo: $(VENV)/.package
+	@$(BIN)/tilewise demo
+
+test: lint
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest -n auto
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+pictures: $(VENV)/.test
+	$(BIN)/python docs/figures.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The stamps make the second run quick: an install runs again only when pyproject.toml changes.
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo "Tilewise needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { echo "No venv module: install it (Debian: apt install python3-venv) and try again."; exit 1; }
+
+$(VENV)/.package: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing tilewise (NumPy only)"
+	@$(BIN)/pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing tilewise with its test dependencies (PyTorch is the large one)"
+	@$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@ $(VENV)/.package

@@ -1,0 +1,147 @@
+"""The public operations: validate, choose a kernel system, run it, hand back what the caller's arrays were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tilewise import arrays, dispatch, reference, softmax
+from tilewise.explanation import Explanation, explain_call
+from tilewise.spec import Grads, Partial
+from tilewise.validate import Call, prepare, prepare_varlen
+
+
+def attention(
+    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
+    sinks: Any = None, kernel: str = "auto", return_lse: bool = False, batch_invariant: bool = False,
+) -> Any:  # fmt: skip
+    """Exact attention, tile by tile: softmax(score(scale * q k^T), where the mask holds) v.
+
+    q, k, v: (n, d), (batch, n, d) or (batch, heads, n, d), NumPy arrays or PyTorch tensors; the result is of the same
+    kind. k and v may have fewer heads (grouped queries) and another length; v another head dimension.
+
+    causal: short for mask=tw.causal().  mask: an expression, or a boolean (True: may attend) or float (added) array.
+    score: an expression over tw.S, the scaled score.  scale: 1 / sqrt(d) unless given.
+    sinks: (heads,) floats, a logit per query head that joins each row sum.
+    kernel: "auto" or the name of a kernel system, which is then never swapped for another.
+    return_lse: also return the log of each row's sum of exp(score).
+    batch_invariant: a sequence's result has the same bits whatever else is in the batch.
+    """
+    call = prepare(
+        q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
+    )
+    return _run(call, kernel, return_lse)
+
+
+def attention_varlen(
+    q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, *, causal: bool = False, mask: Any = None, score: Any = None,
+    scale: float | None = None, sinks: Any = None, kernel: str = "auto", return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Any:  # fmt: skip
+    """Attention within each of several packed sequences: q, k, v are (total, heads, d).
+
+    lengths_q, lengths_k: cumulative lengths [0, ..., total]; sequence i has rows lengths[i] to lengths[i + 1], possibly
+    none. In expressions B is the sequence, and Q, K, NQ, NK are its own; QP and KP index packed arrays.
+    The rest is as in `attention`. lse is (total, heads).
+    """
+    call = prepare_varlen(
+        q, k, v, lengths_q, lengths_k, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return _run(call, kernel, return_lse)
+
+
+def attention_vjp(
+    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
+    sinks: Any = None, lengths_q: Any = None, lengths_k: Any = None, kernel: str = "auto", batch_invariant: bool = False,
+) -> tuple[Any, Callable[..., Grads]]:  # fmt: skip
+    """Attention and its gradients: out, and pullback(d_out, d_lse=None) -> Grads(q, k, v, sinks, arrays).
+
+    Grads.arrays has an entry for each loaded array that wants a gradient (tw.load(..., grad=True), tw.bias(b, grad=True)
+    ...), in order of first appearance. With lengths_q and lengths_k the arrays are packed, as in attention_varlen.
+    """
+    options = dict(causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant)
+    if (lengths_q is None) != (lengths_k is None):
+        raise ValueError("lengths_q, lengths_k: give both for packed sequences, or neither")
+    packed = lengths_q is not None
+    call = prepare_varlen(q, k, v, lengths_q, lengths_k, **options) if packed else prepare(q, k, v, **options)
+    saved = dispatch.resolve(kernel, call.spec, call.shape).forward(call.spec, call.q, call.k, call.v)
+    out, lse = call.restore(saved.out), call.restore(saved.lse)
+
+    def pullback(d_out: Any, d_lse: Any = None) -> Grads:
+        d_out = call.expand(_like_result("d_out", d_out, out))
+        d_lse = None if d_lse is None else call.expand(_like_result("d_lse", d_lse, lse))
+        system = dispatch.resolve(kernel, call.spec, replace(call.shape, backward=True))
+        grads = system.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse)
+        return replace(grads, **{name: call.restore(getattr(grads, name)) for name in "qkv"})
+
+    return out, pullback
+
+
+def merge(partials: Sequence[Any], *, sinks: Any = None) -> Partial:
+    """Results over disjoint keys as one: each partial is (out, lse), as attention(..., return_lse=True) gives them.
+
+    sinks: given here and not to the partial calls, since they join the row sum once.
+    """
+    parts = [p if isinstance(p, Partial) else Partial(*p) for p in partials]
+    if not parts:
+        raise ValueError("merge: expected at least one partial result, got none")
+    for i, part in enumerate(parts):
+        for name, x, first in (("out", part.out, parts[0].out), ("lse", part.lse, parts[0].lse)):
+            if tuple(x.shape) != tuple(first.shape):
+                raise ValueError(
+                    f"merge: {name} of partial {i} has shape {tuple(x.shape)}, that of partial 0 {tuple(first.shape)}"
+                )
+    merged = softmax.merge(parts, sinks)
+    dtype = parts[0].out.dtype
+    return Partial(merged.out.to(dtype) if arrays.is_torch(merged.out) else merged.out.astype(dtype), merged.lse)
+
+
+def explain(
+    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
+    sinks: Any = None, kernel: str = "auto", batch_invariant: bool = False,
+) -> Explanation:  # fmt: skip
+    """What `attention` would do with these arguments: which kernel system, why not the others, and the plan. Print it."""
+    call = prepare(
+        q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
+    )
+    return explain_call(call, kernel)
+
+
+def weights(
+    q: Any, k: Any, v: Any, *, rows: Any, causal: bool = False, mask: Any = None, score: Any = None,
+    scale: float | None = None, sinks: Any = None,
+) -> Any:  # fmt: skip
+    """Attention weights of the chosen query rows alone: (..., len(rows), keys). Memory grows with the rows asked for.
+
+    rows: an integer or a sequence of them; negative ones count from the end. With sinks a row sums to less than 1.
+    """
+    call = prepare(q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks)
+    if call.shape.device != "cpu":
+        raise dispatch.Unsupported(f"weights: computed in main memory, and q is on {call.shape.device}; move it with .cpu()")
+    chosen = np.atleast_1d(np.asarray(rows))
+    n = call.shape.n_q
+    if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or np.any(chosen < -n) or np.any(chosen >= n):
+        raise ValueError(f"rows: expected whole numbers from {-n} to {n - 1}, got {rows!r}")
+    return arrays.like(call.restore(reference.weights(call.spec, call.q, call.k, chosen % n)), q)
+
+
+def _run(call: Call, kernel: str, return_lse: bool) -> Any:
+    if arrays.is_torch(call.q):
+        from tilewise import torch_op
+
+        done = torch_op.attention(call, kernel)
+    else:
+        done = dispatch.resolve(kernel, call.spec, call.shape).forward(call.spec, call.q, call.k, call.v)
+    out = call.restore(done.out)
+    return (out, call.restore(done.lse)) if return_lse else out
+
+
+def _like_result(name: str, gradient: Any, result: Any) -> Any:
+    if not arrays.is_array(gradient) or tuple(gradient.shape) != tuple(result.shape):
+        found = tuple(gradient.shape) if hasattr(gradient, "shape") else type(gradient).__name__
+        raise ValueError(f"{name}: expected shape {tuple(result.shape)} as the result has, got {found}")
+    return gradient

@@ -1,0 +1,95 @@
+"""Arrays of either library, seen as NumPy arrays without a copy. PyTorch is never imported here, only recognised.
+
+NumPy has no bfloat16. Here it is a one-field structured dtype over the same 16 bits, so that a view carries its type.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
+FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+INT_DTYPES = ("int8", "int16", "int32", "int64", "uint8")
+
+Array = npt.NDArray[Any]
+
+
+def is_torch(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, np.ndarray) or is_torch(x)
+
+
+def dtype_name(x: Any) -> str:
+    """'float32', 'bfloat16', 'bool' ... whichever library the array comes from."""
+    if is_torch(x):
+        return str(x.dtype).removeprefix("torch.")
+    return "bfloat16" if x.dtype == BFLOAT16 else str(x.dtype)
+
+
+def device_name(x: Any) -> str:
+    return str(x.device) if is_torch(x) else "cpu"
+
+
+def value_kind(x: Any) -> str:
+    """The type an expression reads from this array: bool, int or float."""
+    name = dtype_name(x)
+    if name == "bool":
+        return "bool"
+    if name in INT_DTYPES:
+        return "int"
+    if name in FLOAT_DTYPES:
+        return "float"
+    known = ", ".join(("bool", *INT_DTYPES, *FLOAT_DTYPES))
+    raise TypeError(f"an array of type {name} cannot be loaded; expected one of {known}")
+
+
+def as_numpy(x: Any) -> Array:
+    """The same memory as a NumPy array; bfloat16 of either library as BFLOAT16."""
+    if is_torch(x):
+        torch = sys.modules["torch"]
+        x = x.detach()
+        return x.view(torch.int16).numpy().view(BFLOAT16) if x.dtype == torch.bfloat16 else x.numpy()  # type: ignore[no-any-return]
+    if x.dtype != BFLOAT16 and str(x.dtype) == "bfloat16":
+        return x.view(BFLOAT16)  # type: ignore[no-any-return]
+    return np.asarray(x)
+
+
+def like(result: Array, template: Any) -> Any:
+    """A result of ours in the library of the caller's array, without a copy."""
+    if is_torch(template):
+        torch = sys.modules["torch"]
+        if result.dtype == BFLOAT16:
+            return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(result)
+    return result.view(template.dtype) if result.dtype == BFLOAT16 else result
+
+
+def widen(x: Array, dtype: npt.DTypeLike) -> Array:
+    """Stored values as numbers to compute with."""
+    if x.dtype == BFLOAT16:
+        x = (x["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+    return x.astype(dtype, copy=False)
+
+
+def narrow(x: Array, name: str) -> Array:
+    """Computed values as stored in the named type, rounded to nearest even."""
+    if name != "bfloat16":
+        with np.errstate(over="ignore"):  # beyond float16's range is inf, as IEEE says
+            return x.astype(name, copy=False)
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    rounded[np.isnan(x)] = 0x7FC0
+    return rounded.view(BFLOAT16)
+
+
+def compute_dtype(name: str) -> np.dtype[Any]:
+    """What scores and sums are kept in: at least float32."""
+    return np.dtype(np.float64 if name == "float64" else np.float32)

@@ -1,0 +1,182 @@
+"""The cases that every kernel system is judged by: the conformance suite, the demo and the benchmarks all read them.
+
+A case is a variant on a shape. Adding a variant to the project means one file in variants/ and one line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tilewise import arrays, validate
+from tilewise import expr as ex
+from tilewise.arrays import Array
+from tilewise.expr import NK, NQ, B, H, K, Q, S
+from tilewise.spec import Shape
+from tilewise.variants import alibi, bias, causal, dense, dilated, document, prefix, relative, softcap, t5, window
+
+Rng = np.random.Generator
+Options = dict[str, Any]
+
+
+def _shape(batch: int, heads: int, heads_k: int, n_q: int, n_k: int, d: int, d_v: int | None = None) -> Shape:
+    return Shape(batch, heads, heads_k, n_q, n_k, d, d if d_v is None else d_v)
+
+
+SHAPES: dict[str, Shape] = {
+    "square": _shape(1, 2, 2, 128, 128, 64),
+    "batch": _shape(3, 2, 2, 64, 64, 32),
+    "grouped": _shape(2, 6, 2, 96, 96, 32),
+    "multi-query": _shape(1, 4, 1, 80, 80, 32),
+    "ragged": _shape(2, 4, 2, 77, 131, 40, 24),
+    "more queries than keys": _shape(1, 2, 1, 131, 77, 16, 48),
+    "one query": _shape(2, 4, 2, 1, 200, 64),
+    "one key": _shape(1, 2, 2, 50, 1, 64),
+    "one of each": _shape(1, 1, 1, 1, 1, 1),
+    "smallest head": _shape(1, 2, 2, 70, 70, 1),
+    "largest head": _shape(1, 1, 1, 70, 90, 512),
+    "no queries": _shape(1, 2, 2, 0, 30, 16),
+    "no keys": _shape(1, 2, 2, 30, 0, 16),
+}
+
+
+def _normal(rng: Rng, *shape: int) -> Array:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def _ids(rng: Rng, *shape: int) -> Array:
+    return np.sort(rng.integers(0, 4, shape), axis=-1).astype(np.int32)
+
+
+def _masked_bias(rng: Rng, s: Shape) -> Array:
+    values = _normal(rng, s.heads, s.n_q, s.n_k)
+    values[..., s.n_k // 2 :] = -np.inf
+    return values
+
+
+# Each makes the options of one attention call, its arrays drawn from the generator.
+VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
+    "full": lambda rng, s: {},
+    "causal": lambda rng, s: {"causal": True},
+    "window": lambda rng, s: {"mask": window(17, 5)},
+    "causal window": lambda rng, s: {"mask": causal() & window(24)},
+    "prefix": lambda rng, s: {"mask": causal() | prefix(11)},
+    "document": lambda rng, s: {"mask": document(_ids(rng, s.n_q), _ids(rng, s.n_k))},
+    "document per batch": lambda rng, s: {"mask": document(_ids(rng, s.batch, s.n_q), _ids(rng, s.batch, s.n_k))},
+    "dilated": lambda rng, s: {"mask": dilated(3)},
+    "dense": lambda rng, s: {"mask": dense(rng.random((s.n_q, s.n_k)) < 0.3)},
+    "dense per head": lambda rng, s: {"mask": rng.random((s.batch, s.heads, s.n_q, s.n_k)) < 0.3},
+    "added mask": lambda rng, s: {"mask": _masked_bias(rng, s)},
+    "alibi": lambda rng, s: {"score": alibi(s.heads)},
+    "alibi slopes": lambda rng, s: {"score": alibi(rng.random(s.heads).astype(np.float32), grad=True)},
+    "relative": lambda rng, s: {"score": relative(_normal(rng, 9), grad=True)},
+    "relative signed": lambda rng, s: {"score": relative(_normal(rng, s.heads, 21), signed=True, grad=True)},
+    "t5": lambda rng, s: {"score": t5(_normal(rng, 32, s.heads), grad=True)},
+    "t5 one-sided": lambda rng, s: {"causal": True, "score": t5(_normal(rng, 8), 20, bidirectional=False, grad=True)},
+    "softcap": lambda rng, s: {"score": softcap(2.0)},
+    "bias": lambda rng, s: {"score": bias(_normal(rng, s.batch, s.heads, s.n_q, s.n_k), grad=True)},
+    "bias over batch": lambda rng, s: {"score": bias(_normal(rng, 1, s.heads, s.n_q, s.n_k), grad=True)},
+    "bias of keys": lambda rng, s: {"score": bias(_normal(rng, s.batch, 1, 1, s.n_k), grad=True)},
+    "sinks": lambda rng, s: {"causal": True, "sinks": _normal(rng, s.heads)},
+    "softcap, alibi": lambda rng, s: {"mask": causal(), "score": softcap(3.0) >> alibi(s.heads)},
+    "all at once": lambda rng, s: {
+        "mask": causal() & (window(40) | prefix(4)),
+        "score": softcap(4.0) >> bias(_normal(rng, s.heads, 1, s.n_k), grad=True) >> alibi(s.heads),
+        "sinks": _normal(rng, s.heads),
+    },
+    "near or first": lambda rng, s: {"mask": (Q - K < 32) | (K < 4)},
+    "blocks": lambda rng, s: {"mask": (Q // 16) == (K // 16)},
+    "negative floor": lambda rng, s: {"mask": ((Q - K) // 5 + (K - Q) % 7) % 2 == 0},
+    "heads differ": lambda rng, s: {"mask": (K <= Q + (NK - NQ)) & (abs(Q - K) < 8 * (H + 1) + B)},
+    "masking score": lambda rng, s: {"score": ex.where(K % 5 == 2, -np.inf, S * 0.5)},
+    "functions": lambda rng, s: {"score": ex.log(1 + ex.exp(S)) - 0.1 * ex.minimum(abs(Q - K), 6) / (1 + H)},
+    "nothing seen": lambda rng, s: {"mask": K < 0},
+    "every other row": lambda rng, s: {"mask": Q % 2 == 0},
+}  # fmt: skip
+
+# Packed sequences: cumulative lengths of queries and keys; empty ones among them.
+PACKED: dict[str, tuple[list[int], list[int]]] = {
+    "packed": ([0, 40, 40, 105, 106], [0, 40, 62, 127, 160]),
+    "packed, none empty": ([0, 33, 97], [0, 50, 81]),
+}
+PACKED_VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
+    "causal": VARIANTS["causal"],
+    "window": VARIANTS["window"],
+    "softcap, alibi": VARIANTS["softcap, alibi"],
+    "sinks": VARIANTS["sinks"],
+    "packed ids": lambda rng, s: {"mask": ex.load(_ids(rng, s.n_q), ex.QP) == ex.load(_ids(rng, s.n_k), ex.KP)},
+    "bias by sequence": lambda rng, s: {"score": S + ex.load(_normal(rng, s.batch), B, grad=True)},
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """A case made real: arrays of one type, and the options of the call."""
+
+    q: Array
+    k: Array
+    v: Array
+    options: Options = field(default_factory=dict)
+    lengths: tuple[Array, Array] | None = None
+
+    def call(self) -> validate.Call:
+        if self.lengths is None:
+            return validate.prepare(self.q, self.k, self.v, **self.options)
+        return validate.prepare_varlen(self.q, self.k, self.v, *self.lengths, **self.options)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant on a shape, in a type."""
+
+    variant: str
+    shape: str
+    dtype: str = "float32"
+    strided: bool = False  # stored as (batch, n, heads, d)
+    magnitude: float = 1.0  # of q: large ones make huge scores
+
+    @property
+    def name(self) -> str:
+        extra = (" strided" if self.strided else "") + (f" x{self.magnitude:g}" if self.magnitude != 1 else "")
+        return f"{self.variant} | {self.shape} | {self.dtype}{extra}"
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        if self.shape in PACKED:
+            return self._packed(rng)
+        s = SHAPES[self.shape]
+        sizes = ((s.heads, s.n_q, s.d), (s.heads_k, s.n_k, s.d), (s.heads_k, s.n_k, s.d_v))
+        q, k, v = (self._array(rng, m, s.batch, *size) for m, size in zip((self.magnitude, 1, 1), sizes, strict=True))
+        return Inputs(q, k, v, VARIANTS[self.variant](rng, s))
+
+    def _array(self, rng: Rng, magnitude: float, batch: int, heads: int, n: int, d: int) -> Array:
+        values = magnitude * rng.standard_normal((batch, n, heads, d) if self.strided else (batch, heads, n, d))
+        stored = arrays.narrow(values, self.dtype)
+        return stored.swapaxes(1, 2) if self.strided else stored
+
+    def _packed(self, rng: Rng) -> Inputs:
+        lengths_q, lengths_k = (np.array(x, np.int32) for x in PACKED[self.shape])
+        s = Shape(len(lengths_q) - 1, 4, 2, int(lengths_q[-1]), int(lengths_k[-1]), 32, 24)
+        q, k, v = (
+            arrays.narrow(rng.standard_normal(size), self.dtype)
+            for size in ((s.n_q, s.heads, s.d), (s.n_k, s.heads_k, s.d), (s.n_k, s.heads_k, s.d_v))
+        )
+        return Inputs(q, k, v, PACKED_VARIANTS[self.variant](rng, s), (lengths_q, lengths_k))
+
+
+def conformance() -> list[Case]:
+    """Every variant on one demanding shape, every shape under the main variants, every type, strides, packed, extremes."""
+    cases = [Case(variant, "ragged") for variant in VARIANTS]
+    cases += [Case(variant, shape) for shape in SHAPES if shape != "ragged" for variant in ("full", "causal", "all at once")]
+    cases += [
+        Case(variant, "grouped", dtype)
+        for dtype in ("float16", "bfloat16", "float64")
+        for variant in ("full", "causal", "t5", "all at once")
+    ]
+    cases += [Case(variant, "grouped", strided=True) for variant in ("causal", "bias")]
+    cases += [Case(variant, shape) for shape in PACKED for variant in PACKED_VARIANTS]
+    cases += [Case("causal", "grouped", dtype, magnitude=1e4) for dtype in ("float16", "float32")]
+    return cases

@@ -1,0 +1,80 @@
+"""The kernel systems, in the order `auto` tries them, and how one is chosen. Each is imported when first asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Protocol
+
+from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+
+class Unsupported(RuntimeError):
+    """No kernel system, or not the one named, can compute this call. The message says why and what would."""
+
+
+class Kernel(Protocol):
+    """What a kernel system offers. Arrays are (batch, heads, n, d); packed sequences are a batch of one."""
+
+    name: str
+    summary: str
+
+    def unavailable(self) -> str | None:
+        """Why this machine cannot run it and what to install, or None."""
+
+    def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        """Why it cannot compute this call, or None."""
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        """The tile it takes unless told."""
+
+    def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial: ...
+
+    def backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None
+    ) -> Grads: ...
+
+
+@dataclass(frozen=True)
+class System:
+    """A line of the table: a name, and where its kernel is."""
+
+    name: str
+    module: str
+    attribute: str
+
+
+SYSTEMS = (System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),)
+NAMES = tuple(system.name for system in SYSTEMS)
+
+
+@lru_cache(maxsize=None)
+def kernel(name: str) -> Kernel:
+    """The kernel system of this name."""
+    for system in SYSTEMS:
+        if system.name == name:
+            made: Kernel = getattr(import_module(system.module), system.attribute)()
+            return made
+    raise ValueError(f"kernel: there is no kernel system {name!r}; expected one of {', '.join(('auto', *NAMES))}")
+
+
+def reasons(spec: Attention, shape: Shape) -> dict[str, str | None]:
+    """For each kernel system in order: why it cannot compute this call, or None if it can."""
+    return {name: kernel(name).unavailable() or kernel(name).unsupported(spec, shape) for name in NAMES}
+
+
+def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:
+    """The first system that supports the call, or the one named; a named one is never swapped for another."""
+    if name != "auto":
+        chosen = kernel(name)
+        reason = chosen.unavailable() or chosen.unsupported(spec, shape)
+        if reason is not None:
+            raise Unsupported(f"kernel {name!r} cannot compute this call: {reason}")
+        return chosen
+    refusals = reasons(spec, shape)
+    for candidate, reason in refusals.items():
+        if reason is None:
+            return kernel(candidate)
+    told = "".join(f"\n  {candidate}: {reason}" for candidate, reason in refusals.items())
+    raise Unsupported(f"no kernel system can compute this call:{told}")

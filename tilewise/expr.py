@@ -1,0 +1,442 @@
+"""Expressions: the small language in which every variant is written, once.
+
+An expression is an immutable graph of nodes over the variables below. Python's operators build it; an op table says
+what each operation means (values, bounds over a tile, derivatives, source text), and `evaluate` walks the graph.
+`==` builds an expression too, so nothing here may compare expressions with `==`: use `is` or `key`.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tilewise import arrays
+
+BOOL, INT, FLOAT = "bool", "int", "float"
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
+
+ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
+COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+LOGIC = {"and": "&", "or": "|"}
+FUNCTIONS = ("abs", "minimum", "maximum", "where", "exp", "log", "tanh")
+
+_ADVICE = (
+    "an expression has no truth value, so Python's `and`, `or`, `not`, `if`, `min`, `max` and chained comparisons cannot "
+    "use it; write `&`, `|`, `~`, tw.where(condition, a, b), tw.minimum(a, b), tw.maximum(a, b), and (a < b) & (b < c)"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A runtime array as an expression reads it: whose it is, and whether its gradient is wanted."""
+
+    array: Any
+    grad: bool = False
+    constant: bool = False  # made by a variant itself, so a kernel may move it to the caller's device
+
+    @property
+    def wants_grad(self) -> bool:
+        return self.grad or bool(getattr(self.array, "requires_grad", False))
+
+
+class Expr:
+    """One node: an operation, its arguments, and the type of its value (bool, int or float)."""
+
+    __slots__ = ("__weakref__", "args", "kind", "op", "payload")
+    __hash__ = object.__hash__
+
+    op: str
+    args: tuple[Expr, ...]
+    kind: str
+    payload: Any  # a constant's value, a variable's name, a load's Loaded
+
+    def __init__(self) -> None:
+        raise TypeError("expressions are built from tw.Q, tw.K, tw.S ... with operators, not by calling Expr")
+
+    # -- operators ----------------------------------------------------------------------------------------------------
+    def __add__(self, other: Any) -> Expr:
+        return _arithmetic("add", self, other)
+
+    def __radd__(self, other: Any) -> Expr:
+        return _arithmetic("add", other, self)
+
+    def __sub__(self, other: Any) -> Expr:
+        return _arithmetic("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Expr:
+        return _arithmetic("sub", other, self)
+
+    def __mul__(self, other: Any) -> Expr:
+        return _arithmetic("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Expr:
+        return _arithmetic("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Expr:
+        return _arithmetic("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expr:
+        return _arithmetic("div", other, self)
+
+    def __floordiv__(self, other: Any) -> Expr:
+        return _arithmetic("floordiv", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Expr:
+        return _arithmetic("floordiv", other, self)
+
+    def __mod__(self, other: Any) -> Expr:
+        return _arithmetic("mod", self, other)
+
+    def __rmod__(self, other: Any) -> Expr:
+        return _arithmetic("mod", other, self)
+
+    def __neg__(self) -> Expr:
+        _number("-", self)
+        return constant(-self.payload) if self.op == "const" else _node("neg", (self,), self.kind)
+
+    def __pos__(self) -> Expr:
+        return _number("+", self)
+
+    def __abs__(self) -> Expr:
+        return _node("abs", (_number("abs", self),), self.kind)
+
+    def __lt__(self, other: Any) -> Expr:
+        return _comparison("lt", self, other)
+
+    def __le__(self, other: Any) -> Expr:
+        return _comparison("le", self, other)
+
+    def __gt__(self, other: Any) -> Expr:
+        return _comparison("gt", self, other)
+
+    def __ge__(self, other: Any) -> Expr:
+        return _comparison("ge", self, other)
+
+    def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
+        return _comparison("eq", self, other)
+
+    def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
+        return _comparison("ne", self, other)
+
+    def __and__(self, other: Any) -> Expr:
+        return _logic("and", self, other)
+
+    def __rand__(self, other: Any) -> Expr:
+        return _logic("and", other, self)
+
+    def __or__(self, other: Any) -> Expr:
+        return _logic("or", self, other)
+
+    def __ror__(self, other: Any) -> Expr:
+        return _logic("or", other, self)
+
+    def __invert__(self) -> Expr:
+        return _node("not", (_condition("~", self),), BOOL)
+
+    def __rshift__(self, after: Any) -> Expr:
+        """`first >> after`: the score `after`, applied to the result of `first`."""
+        if not isinstance(after, Expr) or self.kind == BOOL or after.kind == BOOL:
+            raise TypeError(f"`>>` composes two scores (numbers over tw.S), got {self!r} >> {after!r}; combine masks with &")
+        return substitute(after, {S: as_float(self)})
+
+    # -- what Python must not do with an expression --------------------------------------------------------------------
+    def __bool__(self) -> NoReturn:
+        raise TypeError(_ADVICE)
+
+    def __index__(self) -> NoReturn:
+        raise TypeError("an expression cannot index an array; write tw.load(array, index, ...), one index a dimension")
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError("an expression is one number for each (query, key), not a sequence")
+
+    # -- NumPy's and PyTorch's functions build expressions too ---------------------------------------------------------
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expr:
+        return _foreign(ufunc.__name__ if method == "__call__" and not kwargs else "", inputs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Expr:
+        return _foreign("" if kwargs else func.__name__, args)
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        from tilewise.text import to_text
+
+        return to_text(self)
+
+    @property
+    def key(self) -> str:
+        """Canonical text, with each loaded array replaced by a slot (dtype, rank): what compiled kernels are kept by."""
+        slots = "; ".join(
+            f"a{i}: {arrays.dtype_name(x.array)}[{len(x.array.shape)}]" for i, x in enumerate(loads(self))
+        )
+        return f"{self!r}; {slots}" if slots else repr(self)
+
+
+# -- building nodes ---------------------------------------------------------------------------------------------------
+
+_interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None, identity: Any = None) -> Expr:
+    """The node with this operation and these arguments. Equal nodes are one object, so that reuse costs nothing."""
+    key = (op, kind, identity, *map(id, args))
+    with _lock:
+        node = _interned.get(key)
+        if node is None:
+            node = object.__new__(Expr)
+            node.op, node.args, node.kind, node.payload = op, args, kind, payload
+            _interned[key] = node
+        return node
+
+
+def _variable(name: str, kind: str = INT) -> Expr:
+    return _node("var", (), kind, name, name)
+
+
+def constant(value: bool | int | float) -> Expr:
+    if isinstance(value, bool):
+        return _node("const", (), BOOL, value, value)
+    if isinstance(value, int):
+        if not INT32_MIN <= value <= INT32_MAX:
+            raise ValueError(f"integers in expressions are 32 bit, got {value}; use a float")
+        return _node("const", (), INT, value, value)
+    if math.isnan(value):
+        raise ValueError("NaN cannot be a constant of an expression; -inf marks a masked score")
+    return _node("const", (), FLOAT, value, repr(value))
+
+
+def lift(value: Any) -> Expr:
+    """A number, or an array of no dimensions, as an expression."""
+    if isinstance(value, Expr):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        return constant(value)
+    if hasattr(value, "shape") and len(value.shape) == 0:
+        return load(value)
+    if hasattr(value, "shape"):
+        raise TypeError(
+            f"an array of shape {tuple(value.shape)} cannot stand in an expression; "
+            "write tw.load(array, index, ...), one index a dimension"
+        )
+    raise TypeError(f"expected an expression or a number, got {type(value).__name__}: {value!r}")
+
+
+def as_float(x: Expr) -> Expr:
+    if x.kind == FLOAT:
+        return x
+    return constant(float(x.payload)) if x.op == "const" else _node("float", (x,), FLOAT)
+
+
+def _number(symbol: str, x: Expr) -> Expr:
+    if x.kind == BOOL:
+        raise TypeError(f"`{symbol}` needs numbers, got the condition {x!r}; write tw.where(condition, 1, 0)")
+    return x
+
+
+def _condition(symbol: str, x: Expr) -> Expr:
+    if x.kind != BOOL:
+        raise TypeError(f"`{symbol}` needs conditions, got the number {x!r}; compare it first, e.g. {x!r} != 0")
+    return x
+
+
+def _numbers(symbol: str, a: Any, b: Any) -> tuple[Expr, Expr]:
+    """Both operands as numbers of one type."""
+    a, b = _number(symbol, lift(a)), _number(symbol, lift(b))
+    return (a, b) if a.kind == b.kind else (as_float(a), as_float(b))
+
+
+def _arithmetic(op: str, a: Any, b: Any) -> Expr:
+    a, b = _numbers(ARITHMETIC[op], a, b)
+    if op in ("floordiv", "mod") and b.op == "const" and b.payload == 0:
+        raise ZeroDivisionError(f"`{ARITHMETIC[op]} 0` in an expression")
+    if op == "div":
+        a, b = as_float(a), as_float(b)
+    return _node(op, (a, b), a.kind)
+
+
+def _comparison(op: str, a: Any, b: Any) -> Expr:
+    a, b = lift(a), lift(b)
+    if op in ("eq", "ne") and a.kind == b.kind == BOOL:
+        both = (a & b) | (~a & ~b)
+        return both if op == "eq" else ~both
+    return _node(op, _numbers(COMPARISONS[op], a, b), BOOL)
+
+
+def _logic(op: str, a: Any, b: Any) -> Expr:
+    symbol = LOGIC[op]
+    return _node(op, (_condition(symbol, lift(a)), _condition(symbol, lift(b))), BOOL)
+
+
+def where(condition: Any, a: Any, b: Any) -> Expr:
+    """`a` where the condition holds, else `b`."""
+    condition, a, b = _condition("where", lift(condition)), lift(a), lift(b)
+    if a.kind == b.kind == BOOL:
+        return (condition & a) | (~condition & b)
+    a, b = _numbers("where", a, b)
+    return _node("where", (condition, a, b), a.kind)
+
+
+def minimum(a: Any, b: Any) -> Expr:
+    a, b = _numbers("minimum", a, b)
+    return _node("minimum", (a, b), a.kind)
+
+
+def maximum(a: Any, b: Any) -> Expr:
+    a, b = _numbers("maximum", a, b)
+    return _node("maximum", (a, b), a.kind)
+
+
+def exp(x: Any) -> Expr:
+    return _node("exp", (as_float(_number("exp", lift(x))),), FLOAT)
+
+
+def log(x: Any) -> Expr:
+    return _node("log", (as_float(_number("log", lift(x))),), FLOAT)
+
+
+def tanh(x: Any) -> Expr:
+    return _node("tanh", (as_float(_number("tanh", lift(x))),), FLOAT)
+
+
+def load(array: Any, *index: Any, grad: bool = False) -> Expr:
+    """Read `array[index]` at run time, one integer index a dimension; with grad=True its gradient is wanted.
+
+    An index that is a plain variable (load(slopes, H)) must match the array's size; any other index is clamped to it.
+    """
+    return load_slot(Loaded(array, grad), *index)
+
+
+def load_slot(slot: Loaded, *index: Any) -> Expr:
+    array = slot.array
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"load(array, ...) needs an array, got {type(array).__name__}; try np.asarray(...)")
+    if len(index) != len(array.shape):
+        raise TypeError(
+            f"load(array, ...) needs one index a dimension: the array has shape {tuple(array.shape)}, "
+            f"got {len(index)} indices"
+        )
+    kind = arrays.value_kind(array)
+    nodes = tuple(lift(i) for i in index)
+    for i, node in enumerate(nodes):
+        if node.kind != INT:
+            raise TypeError(f"load(array, ...): index {i} must be an integer expression, got the {node.kind} {node!r}")
+        if array.shape[i] == 0 and node.op != "var":
+            raise ValueError(f"load(array, ...): the array is empty: shape {tuple(array.shape)}")
+        if node.op == "const" and not 0 <= node.payload < array.shape[i]:
+            raise IndexError(f"load(array, ...): index {i} is {node.payload}, the array's size there is {array.shape[i]}")
+    if slot.grad and kind != FLOAT:
+        raise TypeError(f"load(array, ..., grad=True) needs a float array, got {arrays.dtype_name(array)}")
+    return _node("load", nodes, kind, slot, (id(array), slot.grad, slot.constant))
+
+
+_FOREIGN: dict[str, Callable[..., Expr]] = {
+    "where": where, "minimum": minimum, "maximum": maximum, "exp": exp, "log": log, "tanh": tanh,
+    "abs": abs, "absolute": abs, "negative": lambda a: -a, "neg": lambda a: -a,
+    "add": lambda a, b: _arithmetic("add", a, b), "subtract": lambda a, b: _arithmetic("sub", a, b),
+    "multiply": lambda a, b: _arithmetic("mul", a, b), "divide": lambda a, b: _arithmetic("div", a, b),
+    "floor_divide": lambda a, b: _arithmetic("floordiv", a, b), "remainder": lambda a, b: _arithmetic("mod", a, b),
+    "less": lambda a, b: _comparison("lt", a, b), "less_equal": lambda a, b: _comparison("le", a, b),
+    "greater": lambda a, b: _comparison("gt", a, b), "greater_equal": lambda a, b: _comparison("ge", a, b),
+    "equal": lambda a, b: _comparison("eq", a, b), "not_equal": lambda a, b: _comparison("ne", a, b),
+    "logical_and": lambda a, b: _logic("and", a, b), "logical_or": lambda a, b: _logic("or", a, b),
+    "bitwise_and": lambda a, b: _logic("and", a, b), "bitwise_or": lambda a, b: _logic("or", a, b),
+    "logical_not": lambda a: ~a, "invert": lambda a: ~a, "bitwise_not": lambda a: ~a,
+}  # fmt: skip
+# PyTorch hands a tensor's operators over under their method names.
+_FOREIGN.update(
+    {
+        f"__{r}{name}__": (lambda op, flip: lambda a, b: _arithmetic(op, b, a) if flip else _arithmetic(op, a, b))(op, r)
+        for op, name in zip(ARITHMETIC, ("add", "sub", "mul", "truediv", "floordiv", "mod"), strict=True)
+        for r in ("", "r")
+    }
+)
+
+
+def _foreign(name: str, args: Sequence[Any]) -> Expr:
+    """np.tanh(expr), torch.where(expr, ...) and the like."""
+    if name not in _FOREIGN:
+        raise TypeError(f"expressions know {', '.join(FUNCTIONS)} and Python's operators, not the function {name or args!r}")
+    return _FOREIGN[name](*args)
+
+
+S = _variable("S", FLOAT)
+B, H, HK, Q, K, NQ, NK, QP, KP = map(_variable, ("B", "H", "HK", "Q", "K", "NQ", "NK", "QP", "KP"))
+VARIABLES = {v.payload: v for v in (S, B, H, HK, Q, K, NQ, NK, QP, KP)}
+
+# -- walking ----------------------------------------------------------------------------------------------------------
+
+OpTable = Mapping[str, Callable[..., Any]]
+
+
+def nodes(*roots: Expr) -> list[Expr]:
+    """Every node once, arguments before what uses them, in order of first appearance. No recursion: any depth works."""
+    order: list[Expr] = []
+    seen: set[Expr] = set()
+    stack = [(root, False) for root in reversed(roots)]
+    while stack:
+        node, ready = stack.pop()
+        if ready:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((a, False) for a in reversed(node.args))
+    return order
+
+
+def evaluate(expr: Expr, env: Mapping[str, Any], ops: OpTable) -> Any:
+    """The meaning of `expr` under an op table: each node's operation, applied to its arguments' values, once a node."""
+    return evaluate_all(expr, env, ops)[expr]
+
+
+def evaluate_all(expr: Expr, env: Mapping[str, Any], ops: OpTable) -> dict[Expr, Any]:
+    """The values of every node of `expr`."""
+    values: dict[Expr, Any] = {}
+    for node in nodes(expr):
+        if node.op == "var":
+            values[node] = env[node.payload]
+        elif node.op in ("const", "load"):
+            values[node] = ops[node.op](node.payload, *(values[a] for a in node.args))
+        else:
+            values[node] = ops[node.op](*(values[a] for a in node.args))
+    return values
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation over other arguments of the same types."""
+    if all(a is b for a, b in zip(args, node.args, strict=True)):
+        return node
+    identity = (id(node.payload.array), node.payload.grad, node.payload.constant) if node.op == "load" else None
+    return _node(node.op, args, node.kind, node.payload, identity)
+
+
+def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
+    """`expr` with each of these nodes replaced by another of the same type."""
+    new: dict[Expr, Expr] = {}
+    for node in nodes(expr):
+        new[node] = replacements[node] if node in replacements else rebuild(node, tuple(new[a] for a in node.args))
+    return new[expr]
+
+
+def variables(*exprs: Expr) -> set[str]:
+    return {node.payload for node in nodes(*exprs) if node.op == "var"}
+
+
+def loads(*exprs: Expr) -> list[Loaded]:
+    """The arrays read, one entry each, in order of first appearance."""
+    slots: dict[int, Loaded] = {}
+    for node in nodes(*exprs):
+        if node.op == "load":
+            known = slots.get(id(node.payload.array))
+            if known is None or (node.payload.grad and not known.grad):
+                slots[id(node.payload.array)] = node.payload
+    return list(slots.values())

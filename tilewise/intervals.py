@@ -1,0 +1,254 @@
+"""The interval op table: bounds of an expression over whole tiles at once, with no N x N work.
+
+A number is (lo, hi), both inclusive, arrays over a grid of tiles (batch, heads, query tiles, key tiles), broadcast. A
+condition is the same over {False, True}: (holds everywhere, holds somewhere). NaN bounds mean "unknown"; comparisons
+are written so that unknown never proves anything. A wrong bound is a wrong answer, so float bounds widen outward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.expr import Loaded, OpTable
+
+Interval = tuple[Any, Any]
+
+FLOAT_MAX = float(np.finfo(np.float32).max)
+SCORE: Interval = (np.asarray(-(2.0**120)), np.asarray(2.0**120))  # S: finite, with room for what a variant adds
+ARITHMETIC_ERROR = 2.0**-20  # a few roundings of float32
+FUNCTION_ERROR = 2.0**-8  # the fast exp and tanh of GPUs
+_COARSE = 16  # long 1-D arrays are summarised by this many entries at a time
+
+
+def _widen(bounds: Interval, error: float) -> Interval:
+    """Outward by a relative error and the smallest normal number; beyond float32's range is infinity."""
+    lo, hi = (np.asarray(b, np.float64) for b in bounds)
+    tiny = float(np.finfo(np.float32).tiny)
+    with np.errstate(invalid="ignore"):
+        lo = np.where(np.isinf(lo), lo, lo - np.abs(lo) * error - tiny)
+        hi = np.where(np.isinf(hi), hi, hi + np.abs(hi) * error + tiny)
+    return np.where(lo < -FLOAT_MAX, -np.inf, lo), np.where(hi > FLOAT_MAX, np.inf, hi)
+
+
+def _is_float(*bounds: Any) -> bool:
+    return any(np.asarray(b).dtype.kind == "f" for b in bounds)
+
+
+def _hull(*candidates: Any) -> Interval:
+    lo = hi = candidates[0]
+    for c in candidates[1:]:
+        lo, hi = np.minimum(lo, c), np.maximum(hi, c)
+    return lo, hi
+
+
+def _arithmetic(bounds: Any) -> Any:
+    """An operation on bounds that widens its result if it is a float."""
+
+    def apply(*args: Interval) -> Interval:
+        with np.errstate(all="ignore"):
+            lo, hi = bounds(*args)
+        return _widen((lo, hi), ARITHMETIC_ERROR) if _is_float(lo, hi) else (lo, hi)
+
+    return apply
+
+
+def _unless(unknown: Any, bounds: Interval) -> Interval:
+    """The bounds, or NaN where the result itself may be NaN."""
+    if not np.any(unknown):
+        return bounds
+    return np.where(unknown, np.nan, bounds[0]), np.where(unknown, np.nan, bounds[1])
+
+
+def _add(a: Interval, b: Interval) -> Interval:
+    opposite = ((a[0] == -np.inf) & (b[1] == np.inf)) | ((a[1] == np.inf) & (b[0] == -np.inf))
+    return _unless(opposite, (a[0] + b[0], a[1] + b[1]))
+
+
+def _mul(a: Interval, b: Interval) -> Interval:
+    zero_times_infinite = (_has_zero(a) & _infinite(b)) | (_has_zero(b) & _infinite(a))
+    return _unless(zero_times_infinite, _hull(*(x * y for x in a for y in b)))
+
+
+def _div(a: Interval, b: Interval) -> Interval:
+    return _unless(_has_zero(b) | (_infinite(a) & _infinite(b)), _hull(*(x / y for x in a for y in b)))
+
+
+def _has_zero(a: Interval) -> Any:
+    return ~((a[0] > 0) | (a[1] < 0))
+
+
+def _infinite(a: Interval) -> Any:
+    return np.isinf(a[0]) | np.isinf(a[1])
+
+
+def _floordiv(a: Interval, b: Interval) -> Interval:
+    if _is_float(*a, *b):
+        lo, hi = _widen(_div(a, b), ARITHMETIC_ERROR)
+        return np.floor(lo), np.floor(hi)
+    # An integer divided by 0 is 0, so a divisor that may be 0 adds 0; next to 0 it is 1 or -1.
+    positive = _hull(*(x // np.maximum(y, 1) for x in a for y in b))
+    negative = _hull(*(x // np.minimum(y, -1) for x in a for y in b))
+    lo = np.where(b[1] > 0, positive[0], negative[0])
+    hi = np.where(b[1] > 0, positive[1], negative[1])
+    both = (b[1] > 0) & (b[0] < 0)
+    lo, hi = np.where(both, np.minimum(lo, negative[0]), lo), np.where(both, np.maximum(hi, negative[1]), hi)
+    zero = (b[0] <= 0) & (b[1] >= 0)
+    only_zero = (b[0] == 0) & (b[1] == 0)
+    lo, hi = np.where(zero, np.minimum(lo, 0), lo), np.where(zero, np.maximum(hi, 0), hi)
+    return np.where(only_zero, 0, lo), np.where(only_zero, 0, hi)
+
+
+def _mod(a: Interval, b: Interval) -> Interval:
+    if _is_float(*a, *b):
+        return _unless(True, a)
+    # Within one period the remainder rises with the dividend; beyond it, it is anything the divisor allows.
+    divisor = np.where(b[0] == 0, 1, b[0])
+    one_period = (b[0] == b[1]) & (b[0] != 0) & (a[0] // divisor == a[1] // divisor)
+    lo = np.where(one_period, a[0] % divisor, np.minimum(b[0] + 1, 0))
+    hi = np.where(one_period, a[1] % divisor, np.maximum(b[1] - 1, 0))
+    return lo, hi
+
+
+def _abs(a: Interval) -> Interval:
+    inside = (a[0] <= 0) & (a[1] >= 0)
+    lo, hi = _hull(np.abs(a[0]), np.abs(a[1]))
+    return np.where(inside, np.zeros_like(lo), lo), hi
+
+
+def _monotone(function: Any) -> Any:
+    def apply(a: Interval) -> Interval:
+        with np.errstate(all="ignore"):
+            lo, hi = function(np.asarray(a[0], np.float64)), function(np.asarray(a[1], np.float64))
+        return _widen((lo, hi), FUNCTION_ERROR)
+
+    return apply
+
+
+def _log(a: Interval) -> Interval:
+    return _unless(~(a[0] >= 0), _monotone(np.log)(a))  # of a negative number it is NaN
+
+
+def _where(c: Interval, a: Interval, b: Interval) -> Interval:
+    lo, hi = np.minimum(a[0], b[0]), np.maximum(a[1], b[1])
+    always, sometimes = c
+    return (
+        np.where(always, a[0], np.where(sometimes, lo, b[0])),
+        np.where(always, a[1], np.where(sometimes, hi, b[1])),
+    )
+
+
+def _lt(a: Interval, b: Interval) -> Interval:
+    return a[1] < b[0], ~(a[0] >= b[1])
+
+
+def _le(a: Interval, b: Interval) -> Interval:
+    return a[1] <= b[0], ~(a[0] > b[1])
+
+
+def _eq(a: Interval, b: Interval) -> Interval:
+    return (a[0] == a[1]) & (b[0] == b[1]) & (a[0] == b[0]), ~((a[0] > b[1]) | (a[1] < b[0]))
+
+
+def _not(a: Interval) -> Interval:
+    return ~np.asarray(a[1], bool), ~np.asarray(a[0], bool)
+
+
+def _load(slot: Loaded, *index: Interval) -> Interval:
+    """The smallest and largest value the array has anywhere in the box that the indices span."""
+    array = arrays.as_numpy(slot.array)
+    kind = arrays.value_kind(slot.array)
+    if kind == "float":
+        array = arrays.widen(array, np.float64)
+    elif kind == "int":
+        array = array.astype(np.int64)
+    box = [tuple(np.broadcast_arrays(_within(lo, n), _within(hi, n))) for (lo, hi), n in zip(index, array.shape, strict=True)]
+    lo, hi = _line(array, box[0]) if array.ndim == 1 else _box(array, box)
+    if kind == "float":
+        return _widen(_unless(np.isnan(lo) | np.isnan(hi), (lo, hi)), ARITHMETIC_ERROR)
+    return lo, hi
+
+
+def _within(index: Any, size: int) -> Array:
+    """Bounds of an index, clamped as every op table clamps the index itself."""
+    return np.clip(np.asarray(index, np.int64), 0, size - 1)
+
+
+def _line(array: Array, box: Interval) -> Interval:
+    """Range minimum and maximum over any ranges of a 1-D array: two overlapping power-of-two spans cover each range."""
+    step = _COARSE if len(array) > 65536 else 1
+    starts = np.arange(0, len(array), step)
+    lows, highs = [np.minimum.reduceat(array, starts)], [np.maximum.reduceat(array, starts)]
+    first, last = box[0] // step, box[1] // step
+    longest = int(np.max(last - first + 1, initial=1))
+    while 2 ** len(lows) <= longest:
+        half = 2 ** (len(lows) - 1)
+        lows.append(np.minimum(lows[-1][:-half], lows[-1][half:]))
+        highs.append(np.maximum(highs[-1][:-half], highs[-1][half:]))
+    lo, hi = np.empty(first.shape, array.dtype), np.empty(first.shape, array.dtype)
+    level = np.frexp(last - first + 1)[1] - 1  # floor(log2(length))
+    for i, (low, high) in enumerate(zip(lows, highs, strict=True)):
+        at = level == i
+        a, b = first[at], last[at] - 2**i + 1
+        lo[at], hi[at] = np.minimum(low[a], low[b]), np.maximum(high[a], high[b])
+    return lo, hi
+
+
+def _box(array: Array, box: list[Interval]) -> Interval:
+    """Minimum and maximum over boxes of an array, one pass over it: each index ranges along one axis of the grid."""
+    grid = np.broadcast_shapes(*(lo.shape for lo, _ in box)) if box else ()
+    axes = [[a - len(lo.shape) for a, size in enumerate(lo.shape) if size > 1] for lo, _ in box]
+    used = [a for one in axes for a in one]
+    if any(len(one) > 1 for one in axes) or len(set(used)) < len(used):
+        # Indices that share a grid axis, or depend on two: bounds of the whole array are right, if loose.
+        return np.full(grid, array.min()), np.full(grid, array.max())
+    low = high = array
+    for axis, (first, last) in enumerate(box):
+        low = _reduce(low, axis, first.ravel(), last.ravel(), np.minimum)
+        high = _reduce(high, axis, first.ravel(), last.ravel(), np.maximum)
+    # From the array's own axis order to the grid's.
+    order = sorted(range(array.ndim), key=lambda i: axes[i][0] if axes[i] else -99)
+    shape = [1] * len(grid)
+    for one in axes:
+        if one:
+            shape[one[0]] = grid[one[0]]
+    return low.transpose(order).reshape(shape), high.transpose(order).reshape(shape)
+
+
+def _reduce(array: Array, axis: int, first: Array, last: Array, function: np.ufunc) -> Array:
+    array = np.moveaxis(array, axis, 0)
+    parts = [function.reduce(array[a : b + 1], axis=0) for a, b in zip(first, last, strict=True)]
+    return np.moveaxis(np.stack(parts), 0, axis)
+
+
+INTERVAL_OPS: OpTable = {
+    "const": lambda value: (np.asarray(value), np.asarray(value)),
+    "load": _load,
+    "float": lambda a: _widen(a, ARITHMETIC_ERROR),
+    "add": _arithmetic(_add),
+    "sub": _arithmetic(lambda a, b: _add(a, (-b[1], -b[0]))),
+    "mul": _arithmetic(_mul),
+    "div": _arithmetic(_div),
+    "floordiv": _arithmetic(_floordiv),
+    "mod": _arithmetic(_mod),
+    "neg": lambda a: (-a[1], -a[0]),
+    "abs": _abs,
+    "minimum": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
+    "maximum": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
+    "exp": _monotone(np.exp),
+    "log": _log,
+    "tanh": _monotone(np.tanh),
+    "where": _where,
+    "lt": _lt,
+    "le": _le,
+    "gt": lambda a, b: _lt(b, a),
+    "ge": lambda a, b: _le(b, a),
+    "eq": _eq,
+    "ne": lambda a, b: _not(_eq(a, b)),
+    "and": lambda a, b: (np.logical_and(a[0], b[0]), np.logical_and(a[1], b[1])),
+    "or": lambda a, b: (np.logical_or(a[0], b[0]), np.logical_or(a[1], b[1])),
+    "not": _not,
+}

@@ -1,0 +1,1 @@
+"""The kernel systems: one folder each, listed in dispatch.py."""

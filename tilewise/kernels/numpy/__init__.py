@@ -1,0 +1,47 @@
+"""The NumPy kernel system: readable, exact, available everywhere NumPy is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewise import arrays
+from tilewise.kernels.numpy.backward import backward
+from tilewise.kernels.numpy.forward import Watch, forward
+from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+DEFAULT_TILE = Tile(q=256, k=512)
+
+
+class NumpyKernel:
+    name = "numpy"
+    summary = "the readable definition, on any CPU"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        if shape.device != "cpu":
+            return f"it works in main memory and the arrays are on {shape.device}; move them with .cpu()"
+        return None
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return DEFAULT_TILE
+
+    def forward(
+        self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None, watch: Watch | None = None
+    ) -> Partial:
+        done = forward(spec, *map(arrays.as_numpy, (q, k, v)), tile or DEFAULT_TILE, watch)
+        return Partial(arrays.like(done.out, q), arrays.like(done.lse, q))
+
+    def backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None, tile: Tile | None = None
+    ) -> Grads:  # fmt: skip
+        held = Partial(arrays.as_numpy(saved.out), arrays.as_numpy(saved.lse))
+        d_lse = None if d_lse is None else arrays.as_numpy(d_lse)
+        grads = backward(spec, *map(arrays.as_numpy, (q, k, v)), held, arrays.as_numpy(d_out), d_lse, tile or DEFAULT_TILE)
+        wanted = zip(grads.arrays, spec.wanted, strict=True)
+        return Grads(
+            arrays.like(grads.q, q), arrays.like(grads.k, k), arrays.like(grads.v, v),
+            None if grads.sinks is None else arrays.like(grads.sinks, spec.sinks),
+            tuple(arrays.like(g, slot.array) for g, slot in wanted),
+        )  # fmt: skip

@@ -1,0 +1,82 @@
+"""The forward pass in NumPy: the text of which every other kernel is a translation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.expr import evaluate
+from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.schedule import Kind, Plan, plan
+from tilewise.softmax import State
+from tilewise.spec import Attention, Partial, Shape, Tile
+
+
+@dataclass(frozen=True, eq=False)
+class TileStep:
+    """What one tile did, for those who watch: its place, its scores and weights, and the state after it."""
+
+    batch: int
+    head: int
+    query_tile: int
+    key_tile: int
+    kind: Kind
+    s: Array
+    p: Array
+    rescale: Array
+    state: State
+
+
+Watch = Callable[[TileStep], None]
+
+
+def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile, watch: Watch | None = None) -> Partial:
+    """Attention on (batch, heads, n, d) arrays; extra memory is one tile's."""
+    shape = Shape.of(spec, q, k, v)
+    dtype = arrays.compute_dtype(shape.dtype)
+    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v))
+    lse = np.empty(q.shape[:3], dtype)
+    for part, rows, cols in shape.sequences(spec.lengths):
+        schedule = plan(spec, part, tile)
+        for b, h in np.ndindex(part.batch, part.heads):
+            views = q[b, h, rows], k[b, h // part.group, cols], v[b, h // part.group, cols]
+            _one_head(spec, schedule, b, h, *views, out[b, h, rows], lse[b, h, rows], watch)
+    return Partial(out, lse)
+
+
+def _one_head(
+    spec: Attention, schedule: Plan, b: int, h: int, q: Array, k: Array, v: Array, out: Array, lse: Array, watch: Watch | None
+) -> None:  # fmt: skip
+    """One head of one sequence: q (n_q, d), k (n_k, d), v (n_k, d_v) to out (n_q, d_v) and lse (n_q,)."""
+    dtype, stored = lse.dtype, arrays.dtype_name(out)
+    ops = numpy_ops(dtype)
+    sink = None if spec.sinks is None else arrays.widen(arrays.as_numpy(spec.sinks), dtype)[h]
+    for i in range(schedule.grid[0]):
+        rows = schedule.queries(i)
+        # 1 load q
+        q_tile = arrays.widen(q[rows], dtype) * dtype.type(spec.scale)
+        state = State.init((len(q_tile),), v.shape[1], dtype)
+        # for each kv tile of the schedule:
+        for j, kind in schedule.by_query.tiles(b, h, i):
+            cols = schedule.keys(j)
+            # 2 s = q @ k.T
+            s = q_tile @ arrays.widen(k[cols], dtype).T
+            env = schedule.shape.env(b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop))
+            # 3 score
+            if spec.score is not None:
+                s = np.broadcast_to(evaluate(spec.score, {**env, "S": s}, ops), s.shape)
+            # 4 mask (PARTIAL tiles only)
+            if kind == Kind.PARTIAL and spec.mask is not None:
+                s = np.where(evaluate(spec.mask, env, ops), s, dtype.type(-np.inf))
+            # 5 row_max, rescale, p, row_sum
+            # 6 acc = acc * rescale + p @ v
+            p, rescale = state.step(s, arrays.widen(v[cols], dtype))
+            if watch is not None:
+                watch(TileStep(b, h, i, j, kind, s, p, rescale, state))
+        # 7 finish: acc / row_sum, lse
+        done = state.finish(sink)
+        out[rows], lse[rows] = arrays.narrow(done.out, stored), done.lse

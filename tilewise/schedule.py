@@ -1,0 +1,312 @@
+"""Which tiles to visit: a plan, made by interval arithmetic over whole tiles, never over single scores.
+
+A tile is EMPTY (no key counts: skipped), FULL (all do: no mask code) or PARTIAL. A plan is runs of tiles, not tiles:
+for each query tile a few (first, last, kind) ranges; and the same for each key tile, for the backward pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.expr import INT32_MAX, INT32_MIN, S, Expr, constant, evaluate, evaluate_all, loads, nodes, variables
+from tilewise.intervals import INTERVAL_OPS, SCORE
+from tilewise.spec import Attention, Shape, Tile
+
+_COARSE = 16  # tiles a side: blocks of tiles are classified first, and only mixed ones are looked into
+_CACHE_SIZE = 256
+
+
+class Kind(IntEnum):
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
+
+
+class Run(NamedTuple):
+    """Tiles first, first + 1 ... last - 1, all of one kind."""
+
+    first: int
+    last: int
+    kind: Kind
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Compressed runs: those of row i of (batch, head) are table[offsets[..., i] : offsets[..., i + 1]].
+
+    Batch and head dimensions have size 1 where the expression does not depend on them.
+    """
+
+    table: Array  # (runs, 3): first, last, kind
+    offsets: Array  # (batch or 1, heads or 1, rows + 1)
+
+    def row(self, b: int, h: int, i: int) -> list[Run]:
+        where = self.offsets[b if self.offsets.shape[0] > 1 else 0, h if self.offsets.shape[1] > 1 else 0]
+        return [Run(first, last, Kind(kind)) for first, last, kind in self.table[where[i] : where[i + 1]].tolist()]
+
+    def tiles(self, b: int, h: int, i: int) -> Iterator[tuple[int, Kind]]:
+        """The tiles to visit in row i, one by one."""
+        for run in self.row(b, h, i):
+            for j in range(run.first, run.last):
+                yield j, run.kind
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The tiles of one attention, and what they cost."""
+
+    shape: Shape
+    tile: Tile
+    live: Expr | None  # True where a key counts; None: everywhere
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return -(-self.shape.n_q // self.tile.q), -(-self.shape.n_k // self.tile.k)
+
+    def queries(self, i: int) -> slice:
+        return slice(i * self.tile.q, min((i + 1) * self.tile.q, self.shape.n_q))
+
+    def keys(self, j: int) -> slice:
+        return slice(j * self.tile.k, min((j + 1) * self.tile.k, self.shape.n_k))
+
+    @cached_property
+    def by_query(self) -> Runs:
+        return _runs(self, keys_first=False)
+
+    @cached_property
+    def by_key(self) -> Runs:
+        return _runs(self, keys_first=True)
+
+    def kinds(self, b: int = 0, h: int = 0) -> Array:
+        """The whole grid of tile kinds of one head, for looking at."""
+        grid = np.zeros(self.grid, np.uint8)
+        for i in range(self.grid[0]):
+            for first, last, kind in self.by_query.row(b, h, i):
+                grid[i, first:last] = kind
+        return grid
+
+    # -- what it costs ------------------------------------------------------------------------------------------------
+    @cached_property
+    def counts(self) -> dict[Kind, int]:
+        """Tiles by kind, over all batches and heads."""
+        first, last, kind = self.by_query.table.T
+        size = (last - first) * self._repeats
+        counts = {k: int(size[kind == k].sum()) for k in (Kind.PARTIAL, Kind.FULL)}
+        total = self.grid[0] * self.grid[1] * self.shape.batch * self.shape.heads
+        return {Kind.EMPTY: total - sum(counts.values()), **counts}
+
+    @property
+    def _repeats(self) -> int:
+        """How many (batch, head) pairs each stored row stands for."""
+        stored = self.by_query.offsets.shape[0] * self.by_query.offsets.shape[1]
+        return self.shape.batch * self.shape.heads // stored if stored else 0
+
+    @cached_property
+    def _visited(self) -> tuple[int, int]:
+        """(scores computed, keys loaded), over all batches and heads; ragged tiles counted as they are."""
+        first, last, _ = self.by_query.table.T
+        keys = np.minimum(last * self.tile.k, self.shape.n_k) - first * self.tile.k
+        offsets = self.by_query.offsets
+        row_of_run = np.repeat(np.tile(np.arange(self.grid[0]), offsets[..., 0].size), np.diff(offsets).ravel())
+        rows = np.minimum((row_of_run + 1) * self.tile.q, self.shape.n_q) - row_of_run * self.tile.q
+        return int((keys * rows).sum()) * self._repeats, int(keys.sum()) * self._repeats
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of both products, in the tiles visited."""
+        return 2 * self._visited[0] * (self.shape.d + self.shape.d_v)
+
+    @property
+    def flops_naive(self) -> int:
+        s = self.shape
+        return 2 * s.batch * s.heads * s.n_q * s.n_k * (s.d + s.d_v)
+
+    @property
+    def bytes_tiled(self) -> int:
+        """Slow-memory traffic of the tiled algorithm: q, out and lse once, k and v once a query tile that visits them."""
+        s, size = self.shape, _itemsize(self.shape.dtype)
+        rows = s.batch * s.heads * s.n_q
+        return rows * (s.d + s.d_v) * size + rows * 4 + self._visited[1] * (s.d + s.d_v) * size
+
+    @property
+    def bytes_naive(self) -> int:
+        """Traffic of the naive algorithm: q, k, v, out once; scores written and read, weights written and read."""
+        s, size = self.shape, _itemsize(self.shape.dtype)
+        rows, keys = s.batch * s.heads * s.n_q, s.batch * s.heads_k * s.n_k
+        return ((rows + keys) * (s.d + s.d_v) + 4 * rows * s.n_k) * size
+
+    @property
+    def bytes_matrix(self) -> int:
+        """The full score matrix, which the tiled algorithm never stores."""
+        s = self.shape
+        return s.batch * s.heads * s.n_q * s.n_k * _itemsize(s.dtype)
+
+    @property
+    def bytes_on_chip(self) -> int:
+        """What one tile's work holds: q, k, v tiles as stored; scores, acc, row_max, row_sum in the wider type."""
+        s, size = self.shape, _itemsize(self.shape.dtype)
+        wide = arrays.compute_dtype(s.dtype).itemsize
+        stored = self.tile.q * s.d + self.tile.k * (s.d + s.d_v)
+        return stored * size + (self.tile.q * (self.tile.k + s.d_v + 2)) * wide
+
+
+def _itemsize(dtype: str) -> int:
+    return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
+
+
+# -- making a plan ----------------------------------------------------------------------------------------------------
+
+_cache: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
+_lock = threading.Lock()
+
+
+def plan(spec: Attention, shape: Shape, tile: Tile) -> Plan:
+    """The plan of one sequence (or batch of equal ones). Cached, unless it depends on the contents of arrays."""
+    live = live_expression(spec)
+    used = variables(live) if live is not None else set()
+    # What the expression does not read must not keep an equal plan from being found.
+    shape = replace(
+        shape, backward=False,
+        first_batch=shape.first_batch if "B" in used else 0,
+        packed_q=shape.packed_q if "QP" in used else 0, packed_k=shape.packed_k if "KP" in used else 0,
+    )  # fmt: skip
+    if live is not None and loads(live):
+        return Plan(shape, tile, live)
+    key = (None if live is None else live.key, shape, tile)
+    with _lock:
+        found = _cache.pop(key, None) or Plan(shape, tile, live)
+        _cache[key] = found
+        if len(_cache) > _CACHE_SIZE:
+            _cache.popitem(last=False)
+    return found
+
+
+def live_expression(spec: Attention) -> Expr | None:
+    """Where a key counts: the mask holds and the score is not -inf. None: everywhere."""
+    if spec.score is None or not _may_be_minus_infinity(spec.score):
+        return spec.mask
+    finite = spec.score > constant(-np.inf)
+    return finite if spec.mask is None else spec.mask & finite
+
+
+def _may_be_minus_infinity(score: Expr) -> bool:
+    """Only a constant -inf or a float array that is read by position can make a block of scores -inf on purpose."""
+    return any(
+        (node.op == "const" and node.payload == -np.inf)
+        or (node.op == "load" and node.kind == "float" and {"Q", "K", "QP", "KP"} & variables(node))
+        for node in nodes(score)
+    )
+
+
+def _runs(plan: Plan, keys_first: bool) -> Runs:
+    """Runs along each row: a query tile's key tiles, or with keys_first a key tile's query tiles."""
+    rows, cols = plan.grid[::-1] if keys_first else plan.grid
+    axes = (0, 1, 3, 2) if keys_first else (0, 1, 2, 3)
+    tables: list[Array] = []
+    counts: list[Array] = []
+    for kinds in _bands(plan, keys_first):
+        table, count = _compress(kinds.transpose(axes))
+        tables.append(table)
+        counts.append(count)
+    lead = counts[0].shape[:2] if counts else (1, 1)
+    if not counts:
+        return Runs(np.zeros((0, 3), np.int64), np.zeros((*lead, rows + 1), np.int64))
+    return _interleave(tables, counts)
+
+
+def _bands(plan: Plan, keys_first: bool) -> Iterator[Array]:
+    """Tile kinds (batch, heads, query tiles, key tiles), a band of rows at a time, whole blocks of tiles at once."""
+    n_q, n_k = plan.grid
+    if n_q * n_k <= _COARSE**3:
+        if n_q * n_k:
+            yield _classify(plan, np.arange(n_q + 1), np.arange(n_k + 1))
+        return
+    edges_q, edges_k = (np.append(np.arange(0, n, _COARSE), n) for n in (n_q, n_k))
+    coarse = _classify(plan, edges_q, edges_k)
+    along, across = (edges_k, edges_q) if keys_first else (edges_q, edges_k)
+    for i, (start, stop) in enumerate(zip(along[:-1], along[1:], strict=True)):
+        band = coarse[:, :, :, i : i + 1] if keys_first else coarse[:, :, i : i + 1, :]
+        axis = 2 if keys_first else 3
+        fine = band.repeat(np.diff(across), axis=axis).repeat(stop - start, axis=5 - axis)
+        mixed = np.flatnonzero((band == Kind.PARTIAL).any(axis=(0, 1, 5 - axis)))
+        for group in np.split(mixed, np.flatnonzero(np.diff(mixed) > 1) + 1) if len(mixed) else []:
+            first, last = across[group[0]], across[group[-1] + 1]
+            inner, outer = np.arange(first, last + 1), np.arange(start, stop + 1)
+            if keys_first:
+                fine[:, :, first:last, :] = _classify(plan, inner, outer)
+            else:
+                fine[:, :, :, first:last] = _classify(plan, outer, inner)
+        yield fine
+
+
+def _classify(plan: Plan, edges_q: Array, edges_k: Array) -> Array:
+    """The kinds of blocks of tiles: block i spans query tiles edges_q[i] to edges_q[i + 1], and so for keys."""
+    shape = plan.shape
+    q_lo, k_lo = edges_q[:-1] * plan.tile.q, edges_k[:-1] * plan.tile.k
+    q_hi, k_hi = edges_q[1:] * plan.tile.q, edges_k[1:] * plan.tile.k
+    # A ragged last tile needs bounds checks, so it is never FULL.
+    ragged = (q_hi > shape.n_q)[:, None] | (k_hi > shape.n_k)
+    q_hi, k_hi = np.minimum(q_hi, shape.n_q) - 1, np.minimum(k_hi, shape.n_k) - 1
+    if plan.live is None:
+        return np.where(ragged, Kind.PARTIAL, Kind.FULL).astype(np.uint8)[None, None]
+    used = variables(plan.live)
+    batch = np.arange(shape.batch)[:, None, None, None] if "B" in used else np.zeros((1, 1, 1, 1), np.int64)
+    heads = np.arange(shape.heads)[:, None, None] if {"H", "HK"} & used else np.zeros((1, 1, 1), np.int64)
+    lo = shape.env(batch, heads, q_lo[:, None], k_lo)
+    hi = shape.env(batch, heads, q_hi[:, None], k_hi)
+    env = {"S": SCORE, **{name: (np.asarray(lo[name]), np.asarray(hi[name])) for name in lo}}
+    always, sometimes = evaluate(plan.live, env, INTERVAL_OPS)
+    grid = (batch.shape[0], heads.shape[0], len(q_lo), len(k_lo))
+    kinds = np.where(always & ~ragged, Kind.FULL, np.where(sometimes, Kind.PARTIAL, Kind.EMPTY))
+    return np.broadcast_to(kinds, grid).astype(np.uint8)
+
+
+def _compress(kinds: Array) -> tuple[Array, Array]:
+    """Runs of equal kind along the last axis, EMPTY ones dropped: (runs, 3), and how many in each row."""
+    rows, cols = kinds.reshape(-1, kinds.shape[-1]), kinds.shape[-1]
+    begins = np.ones(rows.shape, bool)
+    begins[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    row, first = np.nonzero(begins)
+    last = np.append(first[1:], cols)
+    last[np.append(row[1:] != row[:-1], True)] = cols
+    kind = rows[row, first]
+    keep = kind != Kind.EMPTY
+    count = np.bincount(row[keep], minlength=len(rows)).reshape(kinds.shape[:-1])
+    return np.stack([first[keep], last[keep], kind[keep]], axis=1).astype(np.int64), count
+
+
+def _interleave(tables: list[Array], counts: list[Array]) -> Runs:
+    """Bands were made a group of rows at a time; runs are stored a head at a time."""
+    count = np.concatenate(counts, axis=2)
+    offsets = np.zeros((*count.shape[:2], count.shape[2] + 1), np.int64)
+    ends = np.cumsum(count).reshape(count.shape)
+    offsets[..., 1:] = ends
+    offsets[..., 0] = ends[..., 0] - count[..., 0]
+    parts = [np.split(table, np.cumsum(c.sum(axis=2).ravel())[:-1]) for table, c in zip(tables, counts, strict=True)]
+    heads = range(count.shape[0] * count.shape[1])
+    return Runs(np.concatenate([part[h] for h in heads for part in parts]), offsets)
+
+
+def check_integers(expr: Expr, shape: Shape) -> None:
+    """Refuse shapes at which integers of the expression would not fit 32 bits on every kernel system."""
+    lo = shape.env(0, 0, 0, 0)
+    hi = shape.env(shape.batch, shape.heads, shape.n_q, shape.n_k)
+    env = {"S": SCORE, **{name: (np.asarray(lo[name]), np.asarray(hi[name])) for name in lo}}
+    unknown = np.asarray(np.nan)
+    values = evaluate_all(expr, env, {**INTERVAL_OPS, "load": lambda *_: (unknown, unknown)})
+    for node, (low, high) in values.items():
+        if node.kind == "int" and node is not S and (low < INT32_MIN or high > INT32_MAX):
+            raise ValueError(
+                f"the expression's integer {node!r} reaches {int(max(-low, high))} at these shapes, beyond 32 bits; "
+                "compute it in floats (multiply by 1.0)"
+            )

@@ -1,0 +1,84 @@
+"""The online softmax: the one algorithm behind every kernel of Tilewise. This is its defining version.
+
+For each query row it keeps the largest score so far (row_max), the sum of exp(score - row_max) (row_sum) and the same
+sum weighted by the values (acc). A larger maximum rescales what was summed before it by exp(old - new).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.spec import Partial
+
+
+@dataclass
+class State:
+    """Running statistics of some query rows: row_max and row_sum (..., rows), acc (..., rows, d_v)."""
+
+    row_max: Array
+    row_sum: Array
+    acc: Array
+
+    @classmethod
+    def init(cls, rows: tuple[int, ...], d_v: int, dtype: npt.DTypeLike) -> State:
+        """No key seen yet."""
+        return cls(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros((*rows, d_v), dtype))
+
+    def step(self, s: Array, v: Array) -> tuple[Array, Array]:
+        """Take in scores s (..., rows, keys; -inf where masked) and values v (..., keys, d_v); returns (p, rescale)."""
+        new_max = np.maximum(self.row_max, s.max(axis=-1, initial=-np.inf))
+        shift = finite(new_max)
+        rescale = np.exp(self.row_max - shift)
+        p = np.exp(s - shift[..., None])
+        self.row_sum = self.row_sum * rescale + p.sum(axis=-1)
+        self.acc = self.acc * rescale[..., None] + p @ v
+        self.row_max = new_max
+        return p, rescale
+
+    def merge(self, other: State) -> State:
+        """The state of both sets of keys together."""
+        row_max = np.maximum(self.row_max, other.row_max)
+        a, b = (np.exp(x.row_max - finite(row_max)) for x in (self, other))
+        return State(
+            row_max, self.row_sum * a + other.row_sum * b, self.acc * a[..., None] + other.acc * b[..., None]
+        )
+
+    def finish(self, sink: Any = None) -> Partial:
+        """Output and lse. A row that saw no key has output 0 and lse -inf."""
+        empty = self.row_sum == 0
+        row_sum = np.where(empty, 1, self.row_sum)
+        lse = np.where(empty, -np.inf, finite(self.row_max) + np.log(row_sum)).astype(self.acc.dtype)
+        return add_sink(Partial(self.acc / row_sum[..., None], lse), sink)
+
+
+def finite(row_max: Array) -> Array:
+    """The shift of the exponent: row_max, or 0 for a row that has no key yet (-inf - -inf would be NaN)."""
+    return np.where(row_max == -np.inf, row_max.dtype.type(0), row_max)
+
+
+def add_sink(partial: Partial, sink: Any) -> Partial:
+    """Let a logit per row without a value join the row sum (an attention sink)."""
+    if sink is None:
+        return partial
+    lse = np.logaddexp(partial.lse, sink).astype(partial.lse.dtype)
+    return Partial(partial.out * np.exp(partial.lse - lse)[..., None], lse)
+
+
+def merge(partials: Sequence[Partial], sinks: Any = None) -> Partial:
+    """Finished results over disjoint keys as one: each weighs exp(its lse - the common lse). Any array library."""
+    xp = sys.modules["torch"] if arrays.is_torch(partials[0].out) else np
+    lse = partials[0].lse
+    for partial in partials[1:]:
+        lse = xp.logaddexp(lse, partial.lse)
+    total = lse if sinks is None else xp.logaddexp(lse, xp.zeros_like(lse) + sinks[:, None])
+    shift = xp.where(total == -np.inf, xp.zeros_like(total), total)
+    out = sum(p.out * xp.exp(p.lse - shift)[..., None] for p in partials)
+    return Partial(out, total)

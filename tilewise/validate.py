@@ -1,0 +1,270 @@
+"""From a caller's arguments to a Call: everything checked at once, nothing copied.
+
+Every error names the argument, what came and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilewise import arrays, schedule
+from tilewise.expr import BOOL, Expr, Loaded, as_float, nodes, variables
+from tilewise.spec import Attention, Lengths, Shape
+from tilewise.variants import bias, causal, dense
+
+MAX_HEAD_DIM = 512
+PACKED = 0
+_LAYOUTS = {2: "(n, d)", 3: "(batch, n, d)", 4: "(batch, heads, n, d)"}
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A checked call: q, k, v as (batch, heads, n, d) views, and the layout that results go back to."""
+
+    spec: Attention
+    shape: Shape
+    q: Any
+    k: Any
+    v: Any
+    rank: int  # of the caller's arrays, or PACKED
+
+    def restore(self, x: Any) -> Any:
+        """An array of (batch, heads, n, ...) in the caller's layout."""
+        if self.rank == PACKED:
+            return x[0].swapaxes(0, 1)
+        return x[0, 0] if self.rank == 2 else x[:, 0] if self.rank == 3 else x
+
+    def expand(self, x: Any) -> Any:
+        """The opposite of restore."""
+        return _expand(x, self.rank)
+
+
+def _expand(x: Any, rank: int) -> Any:
+    """A caller's array as (batch, heads, n, ...), without a copy."""
+    if rank == PACKED:
+        return x.swapaxes(0, 1)[None]
+    return x[None, None] if rank == 2 else x[:, None] if rank == 3 else x
+
+
+def prepare(
+    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
+    sinks: Any = None, batch_invariant: bool = False,
+) -> Call:  # fmt: skip
+    """Check a dense call."""
+    _check_arrays(q, k, v)
+    rank = len(q.shape)
+    if rank not in _LAYOUTS:
+        raise ValueError(f"q: expected {', '.join(_LAYOUTS.values())}, got shape {tuple(q.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if len(x.shape) != rank:
+            raise ValueError(f"{name}: expected {_LAYOUTS[rank]} as q has, got shape {tuple(x.shape)}; q: {tuple(q.shape)}")
+    q, k, v = (_expand(x, rank) for x in (q, k, v))
+    _check_sizes(q, k, v)
+    spec = _spec(q, causal, mask, score, scale, sinks, batch_invariant, rank)
+    return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, rank))
+
+
+def prepare_varlen(
+    q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, *, causal: bool = False, mask: Any = None, score: Any = None,
+    scale: float | None = None, sinks: Any = None, batch_invariant: bool = False,
+) -> Call:  # fmt: skip
+    """Check a call on packed sequences."""
+    _check_arrays(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(x.shape) != 3:
+            raise ValueError(f"{name}: packed sequences are (total, heads, d), got shape {tuple(x.shape)}")
+    lengths = Lengths(_cumulative("lengths_q", lengths_q, q, "q"), _cumulative("lengths_k", lengths_k, k, "k"))
+    if len(lengths.q) != len(lengths.k):
+        raise ValueError(f"lengths_k: expected {len(lengths.q)} entries as lengths_q has, got {len(lengths.k)}")
+    if mask is not None and not isinstance(mask, Expr):
+        raise TypeError("mask: packed sequences take an expression; read an array with tw.load(array, tw.QP, ...)")
+    q, k, v = (_expand(x, PACKED) for x in (q, k, v))
+    _check_sizes(q, k, v)
+    spec = _spec(q, causal, mask, score, scale, sinks, batch_invariant, 4, lengths)
+    return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, PACKED))
+
+
+def _check_arrays(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not arrays.is_array(x):
+            raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}")
+        if arrays.is_torch(x) != arrays.is_torch(q):
+            raise TypeError(f"{name}: expected {_library(q)} as q is, got {_library(x)}")
+        if arrays.dtype_name(x) not in arrays.FLOAT_DTYPES:
+            raise TypeError(f"{name}: expected {', '.join(arrays.FLOAT_DTYPES)}, got {arrays.dtype_name(x)}")
+        if arrays.dtype_name(x) != arrays.dtype_name(q):
+            raise TypeError(f"{name}: expected {arrays.dtype_name(q)} as q is, got {arrays.dtype_name(x)}")
+        if arrays.device_name(x) != arrays.device_name(q):
+            raise ValueError(f"{name}: expected device {arrays.device_name(q)} as q is on, got {arrays.device_name(x)}")
+
+
+def _library(x: Any) -> str:
+    return "a PyTorch tensor" if arrays.is_torch(x) else "a NumPy array"
+
+
+def _check_sizes(q: Any, k: Any, v: Any) -> None:
+    """Sizes of (batch, heads, n, d) arrays that must agree."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        step = x.stride(3) if arrays.is_torch(x) else x.strides[3] // x.itemsize
+        if step != 1 and x.shape[3] > 1 and 0 not in x.shape:
+            copy = ".contiguous()" if arrays.is_torch(x) else "np.ascontiguousarray(...)"
+            raise ValueError(f"{name}: the last dimension must be contiguous, got a stride of {step}; copy it with {copy}")
+        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: expected a head dimension (the last) of 1 to {MAX_HEAD_DIM}, got {x.shape[3]}")
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"{name}: expected a batch of {q.shape[0]} as q has, got {x.shape[0]}")
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"k: expected a head dimension (the last) of {q.shape[3]} as q has, got {k.shape[3]}")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"v: expected {k.shape[2]} keys as k has, got {v.shape[2]}")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"v: expected {k.shape[1]} heads as k has, got {v.shape[1]}")
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"k: its heads must divide q's {q.shape[1]} heads (grouped queries), got {k.shape[1]}")
+
+
+def _scale(scale: Any, q: Any) -> float:
+    if scale is None:
+        return 1 / math.sqrt(max(q.shape[-1], 1))
+    if not isinstance(scale, numbers.Real) or isinstance(scale, bool) or not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale!r}")
+    return float(scale)
+
+
+def _spec(
+    q: Any, causal_: Any, mask: Any, score: Any, scale: Any, sinks: Any, batch_invariant: Any, rank: int,
+    lengths: Lengths | None = None,
+) -> Attention:  # fmt: skip
+    for name, flag in (("causal", causal_), ("batch_invariant", batch_invariant)):
+        if not isinstance(flag, bool | np.bool_):
+            raise TypeError(f"{name}: expected True or False, got {flag!r}")
+    score_expr = _score(score)
+    mask_expr: Expr | None = None
+    if isinstance(mask, Expr):
+        mask_expr = _mask_expression(mask)
+    elif mask is not None:
+        aligned = _aligned_mask(mask, rank)
+        if arrays.value_kind(mask) == "bool":
+            mask_expr = dense(aligned)
+        else:
+            added = bias(aligned)
+            score_expr = added if score_expr is None else score_expr >> added
+    if causal_:
+        mask_expr = causal() if mask_expr is None else causal() & mask_expr
+    return Attention(_scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant))
+
+
+def _score(score: Any) -> Expr | None:
+    if score is None:
+        return None
+    if not isinstance(score, Expr):
+        advice = "; wrap a FlexAttention function in tw.from_score_mod(fn)" if callable(score) else ""
+        raise TypeError(f"score: expected an expression such as tw.softcap(30.0), got {type(score).__name__}{advice}")
+    if score.kind == BOOL:
+        raise TypeError(f"score: expected a number for each score, got the condition {score!r}; pass it as mask")
+    return as_float(score)
+
+
+def _mask_expression(mask: Expr) -> Expr:
+    if mask.kind != BOOL:
+        raise TypeError(f"mask: expected a condition such as tw.causal(), got the number {mask!r}; pass it as score")
+    if "S" in variables(mask):
+        raise ValueError(f"mask: {mask!r} reads the score S; write score=tw.where(condition, tw.S, -inf) instead")
+    return mask
+
+
+def _aligned_mask(mask: Any, rank: int) -> Any:
+    """A caller's mask array, with the axis for heads that three-dimensional inputs do not have."""
+    if not arrays.is_array(mask):
+        advice = "; wrap a FlexAttention function in tw.from_mask_mod(fn)" if callable(mask) else ""
+        advice = "; parse text with tw.parse(text)" if isinstance(mask, str) else advice
+        raise TypeError(f"mask: expected an expression or an array of bool or float, got {type(mask).__name__}{advice}")
+    if arrays.value_kind(mask) == "int":
+        raise TypeError(f"mask: expected bool (True: may attend) or float (added to scores), got {arrays.dtype_name(mask)}")
+    if not 1 <= len(mask.shape) <= rank:
+        raise ValueError(f"mask: expected 1 to {rank} dimensions for {_LAYOUTS[rank]} inputs, got shape {tuple(mask.shape)}")
+    return mask[:, None] if rank == 3 and len(mask.shape) == 3 else mask
+
+
+def _sinks(sinks: Any, q: Any) -> Any:
+    if sinks is None:
+        return None
+    if not arrays.is_array(sinks) or arrays.value_kind(sinks) != "float":
+        raise TypeError(f"sinks: expected an array of floats, one a query head, got {type(sinks).__name__}")
+    if tuple(sinks.shape) != (q.shape[1],):
+        raise ValueError(f"sinks: expected shape ({q.shape[1]},), one a query head, got {tuple(sinks.shape)}")
+    if arrays.is_torch(sinks) != arrays.is_torch(q) or arrays.device_name(sinks) != arrays.device_name(q):
+        raise ValueError(f"sinks: expected {_library(q)} on {arrays.device_name(q)} as q is")
+    return sinks
+
+
+def _cumulative(name: str, lengths: Any, packed: Any, what: str) -> np.ndarray[Any, Any]:
+    if not arrays.is_array(lengths):
+        try:
+            lengths = np.asarray(lengths)
+        except ValueError:
+            raise TypeError(f"{name}: expected cumulative lengths [0, ..., total], got {lengths!r}") from None
+    if arrays.value_kind(lengths) != "int" or len(lengths.shape) != 1 or lengths.shape[0] < 1:
+        raise ValueError(
+            f"{name}: expected a 1-D array of integers [0, ..., total], got {arrays.dtype_name(lengths)} "
+            f"of shape {tuple(lengths.shape)}"
+        )
+    values = arrays.as_numpy(lengths).astype(np.int64)
+    if values[0] != 0 or values[-1] != packed.shape[0] or np.any(np.diff(values) < 0):
+        raise ValueError(
+            f"{name}: expected cumulative lengths that rise from 0 to {packed.shape[0]} (the rows of {what}), "
+            f"got {np.array2string(values, threshold=8)}"
+        )
+    return values
+
+
+def _checked(call: Call) -> Call:
+    """Check what the variant reads against the sizes of the call."""
+    longest = call.shape
+    for part, _, _ in call.shape.sequences(call.spec.lengths):
+        longest = part if call.spec.lengths is None or part.n_q * part.n_k > longest.n_q * longest.n_k else longest
+    for expr in call.spec.expressions:
+        for node in nodes(expr):
+            if node.op == "load":
+                _check_device(call, node.payload)
+                _check_load(call, node)
+        schedule.check_integers(expr, longest)
+    return call
+
+
+def _check_device(call: Call, slot: Loaded) -> None:
+    found = arrays.device_name(slot.array)
+    if found != call.shape.device and not slot.constant:
+        raise ValueError(
+            f"a loaded array (mask, bias, table ...) is on {found} and q on {call.shape.device}; "
+            "move it there yourself: nothing is copied between devices silently"
+        )
+
+
+def _check_load(call: Call, node: Expr) -> None:
+    """An index that is a plain variable must fit the array exactly; a packed call's positions may be fewer."""
+    shape, lengths = call.shape, call.spec.lengths
+    batch, n_q, n_k = shape.batch, shape.total_q, shape.total_k
+    if lengths is not None:
+        batch = len(lengths.q) - 1
+        n_q, n_k = (int(np.max(np.diff(x), initial=0)) for x in (lengths.q, lengths.k))
+    expected = {
+        "B": batch, "H": shape.heads, "HK": shape.heads_k, "Q": n_q, "K": n_k,
+        "QP": shape.n_q, "KP": shape.n_k,
+    }  # fmt: skip
+    for axis, index in enumerate(node.args):
+        if index.op != "var" or index.payload not in expected:
+            continue
+        size, want = node.payload.array.shape[axis], expected[index.payload]
+        longer_is_fine = lengths is not None and index.payload in ("Q", "K")
+        if size < want or (size > want and not longer_is_fine):
+            sizes = f"batch {batch}, heads {shape.heads}, queries {n_q}, keys {n_k}"
+            raise ValueError(
+                f"a loaded array (mask, bias, table ...) of shape {tuple(node.payload.array.shape)} is read as {node!r}: "
+                f"expected {want} along axis {axis}, got {size} ({sizes})"
+            )

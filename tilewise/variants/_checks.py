@@ -1,0 +1,36 @@
+"""What the variants check about their arguments, and the position they share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tilewise import arrays
+from tilewise.expr import NK, NQ, Q, Expr
+
+# A query's position among the keys: the last query stands at the last key, whatever the lengths.
+P: Expr = Q + (NK - NQ)
+
+
+def whole(variant: str, name: str, value: Any, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{variant}: {name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def positive(variant: str, name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < math.inf):
+        raise ValueError(f"{variant}: {name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def array(variant: str, name: str, value: Any, kind: str, ranks: range) -> Any:
+    """An array of this kind ('bool', 'int', 'float') and one of these numbers of dimensions."""
+    if not arrays.is_array(value):
+        raise TypeError(f"{variant}: {name} must be a NumPy array or a PyTorch tensor, got {type(value).__name__}")
+    if arrays.value_kind(value) != kind:
+        raise TypeError(f"{variant}: {name} must be of type {kind}, got {arrays.dtype_name(value)}")
+    if len(value.shape) not in ranks:
+        expected = " or ".join(map(str, ranks))
+        raise ValueError(f"{variant}: {name} must have {expected} dimensions, got shape {tuple(value.shape)}")
+    return value

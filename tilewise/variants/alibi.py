@@ -1,0 +1,35 @@
+"""ALiBi: a penalty that grows with distance, at a slope of its own for each head."""
+
+from typing import Any
+
+import numpy as np
+
+from tilewise.expr import Expr, H, K, Loaded, S, load, load_slot
+from tilewise.variants._checks import P, array, whole
+
+MAX_HEADS = 65536
+
+
+def alibi(slopes: Any, grad: bool = False) -> Expr:
+    """S - slope[head] * distance. slopes: (heads,) floats, or the number of heads for the published slopes.
+
+    ░ ▒ ▒ ▓ ▓ █
+    ░ ░ ▒ ▒ ▓ ▓
+    ░ ░ ░ ▒ ▒ ▓
+    """
+    if isinstance(slopes, int):
+        slope = load_slot(Loaded(published_slopes(slopes), constant=True), H)
+    else:
+        slope = load(array("alibi", "slopes", slopes, "float", range(1, 2)), H, grad=grad)
+    return S - slope * abs(P - K)
+
+
+def published_slopes(heads: int) -> Any:
+    """Powers of 2 ** (-8 / heads); for a number of heads that is no power of 2, every other one of the next is added."""
+    heads = min(whole("alibi", "the number of heads", heads, 1), MAX_HEADS + 1)
+    if heads > MAX_HEADS:
+        raise ValueError(f"alibi: the number of heads must be at most {MAX_HEADS}")
+    lower = 2 ** (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (i + 1) / lower) for i in range(lower)]
+    extra = [2.0 ** (-4 * (2 * i + 1) / lower) for i in range(heads - lower)]
+    return np.array(slopes + extra, np.float32)

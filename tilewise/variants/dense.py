@@ -1,0 +1,18 @@
+"""Any mask at all, given as an array of booleans. Blocks of it that are all False are skipped."""
+
+from typing import Any
+
+from tilewise.expr import B, Expr, H, K, Q, load
+from tilewise.variants._checks import array
+from tilewise.variants.bias import broadcast_index
+
+
+def dense(mask: Any) -> Expr:
+    """Keys where the array is True; its shape broadcasts to (batch, heads, queries, keys).
+
+    ■ · ■ ■ · ■
+    · ■ · ■ ■ ·
+    ■ ■ ■ · · ■
+    """
+    mask = array("dense", "mask", mask, "bool", range(1, 5))
+    return load(mask, *broadcast_index(mask, (B, H, Q, K)))

@@ -1,0 +1,22 @@
+"""Documents packed into one sequence: a query sees the keys of its own document. Tiles between documents are skipped."""
+
+from typing import Any
+
+from tilewise.expr import B, Expr, K, Q, load
+from tilewise.variants._checks import array
+
+
+def document(ids: Any, k_ids: Any = None) -> Expr:
+    """Keys whose id equals the query's. ids: integers, (n,) or (batch, n); k_ids: the keys' own, if they differ.
+
+    ■ ■ ■ · · ·
+    ■ ■ ■ · · ·
+    ■ ■ ■ · · ·
+    · · · ■ ■ ·
+    · · · ■ ■ ·
+    · · · · · ■
+    """
+    q_ids = array("document", "ids", ids, "int", range(1, 3))
+    k_ids = q_ids if k_ids is None else array("document", "k_ids", k_ids, "int", range(1, 3))
+    batch_q, batch_k = ([B] if len(x.shape) == 2 else [] for x in (q_ids, k_ids))
+    return load(q_ids, *batch_q, Q) == load(k_ids, *batch_k, K)

@@ -1,0 +1,27 @@
+"""A learned bias by relative position: one number a distance, clipped at the table's end."""
+
+from typing import Any
+
+from tilewise.expr import Expr, H, K, S, load, maximum, minimum
+from tilewise.variants._checks import P, array
+
+
+def relative(table: Any, signed: bool = False, grad: bool = False) -> Expr:
+    """S + table[distance], or table[head, distance]; distances past the end take the last entry.
+
+    signed: the table has 2 * m + 1 entries, for key positions from m before the query to m after it.
+
+    █ ▓ ▒ ░ ░ ░
+    ▓ █ ▓ ▒ ░ ░
+    ▒ ▓ █ ▓ ▒ ░
+    """
+    table = array("relative", "table", table, "float", range(1, 3))
+    size = table.shape[-1]
+    if signed and size % 2 == 0:
+        raise ValueError(f"relative: a signed table has an odd number of entries (2 * m + 1), got {size}")
+    if signed:
+        entry = minimum(maximum(K - P + size // 2, 0), size - 1)
+    else:
+        entry = minimum(abs(P - K), size - 1)
+    head = [H] if len(table.shape) == 2 else []
+    return S + load(table, *head, entry, grad=grad)
