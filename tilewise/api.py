@@ -121,7 +121,9 @@ def weights(
     """
     call = prepare(q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks)
     if call.shape.device != "cpu":
-        raise dispatch.Unsupported(f"weights: computed in main memory, and q is on {call.shape.device}; move it with .cpu()")
+        raise dispatch.Unsupported(
+            f"weights: computed in main memory, and q is on {call.shape.device}; move it with .cpu()"
+        )
     chosen = np.atleast_1d(np.asarray(rows))
     n = call.shape.n_q
     if chosen.ndim != 1 or chosen.dtype.kind not in "iu" or np.any(chosen < -n) or np.any(chosen >= n):

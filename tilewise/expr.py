@@ -142,7 +142,9 @@ class Expr:
     def __rshift__(self, after: Any) -> Expr:
         """`first >> after`: the score `after`, applied to the result of `first`."""
         if not isinstance(after, Expr) or self.kind == BOOL or after.kind == BOOL:
-            raise TypeError(f"`>>` composes two scores (numbers over tw.S), got {self!r} >> {after!r}; combine masks with &")
+            raise TypeError(
+                f"`>>` composes two scores (numbers over tw.S), got {self!r} >> {after!r}; combine masks with &"
+            )
         return substitute(after, {S: as_float(self)})
 
     # -- what Python must not do with an expression --------------------------------------------------------------------
@@ -332,7 +334,9 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
         if array.shape[i] == 0 and node.op != "var":
             raise ValueError(f"load(array, ...): the array is empty: shape {tuple(array.shape)}")
         if node.op == "const" and not 0 <= node.payload < array.shape[i]:
-            raise IndexError(f"load(array, ...): index {i} is {node.payload}, the array's size there is {array.shape[i]}")
+            raise IndexError(
+                f"load(array, ...): index {i} is {node.payload}, the array's size there is {array.shape[i]}"
+            )
     if slot.grad and kind != FLOAT:
         raise TypeError(f"load(array, ..., grad=True) needs a float array, got {arrays.dtype_name(array)}")
     return _node("load", nodes, kind, slot, (id(array), slot.grad, slot.constant))
@@ -354,7 +358,9 @@ _FOREIGN: dict[str, Callable[..., Expr]] = {
 # PyTorch hands a tensor's operators over under their method names.
 _FOREIGN.update(
     {
-        f"__{r}{name}__": (lambda op, flip: lambda a, b: _arithmetic(op, b, a) if flip else _arithmetic(op, a, b))(op, r)
+        f"__{r}{name}__": (lambda op, flip: lambda a, b: _arithmetic(op, b, a) if flip else _arithmetic(op, a, b))(
+            op, r
+        )
         for op, name in zip(ARITHMETIC, ("add", "sub", "mul", "truediv", "floordiv", "mod"), strict=True)
         for r in ("", "r")
     }
@@ -364,7 +370,9 @@ _FOREIGN.update(
 def _foreign(name: str, args: Sequence[Any]) -> Expr:
     """np.tanh(expr), torch.where(expr, ...) and the like."""
     if name not in _FOREIGN:
-        raise TypeError(f"expressions know {', '.join(FUNCTIONS)} and Python's operators, not the function {name or args!r}")
+        raise TypeError(
+            f"expressions know {', '.join(FUNCTIONS)} and Python's operators, not the function {name or args!r}"
+        )
     return _FOREIGN[name](*args)
 
 

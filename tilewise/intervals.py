@@ -165,7 +165,10 @@ def _load(slot: Loaded, *index: Interval) -> Interval:
         array = arrays.widen(array, np.float64)
     elif kind == "int":
         array = array.astype(np.int64)
-    box = [tuple(np.broadcast_arrays(_within(lo, n), _within(hi, n))) for (lo, hi), n in zip(index, array.shape, strict=True)]
+    box = [
+        tuple(np.broadcast_arrays(_within(lo, n), _within(hi, n)))
+        for (lo, hi), n in zip(index, array.shape, strict=True)
+    ]
     lo, hi = _line(array, box[0]) if array.ndim == 1 else _box(array, box)
     if kind == "float":
         return _widen(_unless(np.isnan(lo) | np.isnan(hi), (lo, hi)), ARITHMETIC_ERROR)

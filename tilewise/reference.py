@@ -49,7 +49,12 @@ def backward(
     d_sinks = None if spec.sinks is None else np.zeros(shape.heads, dtype)
     d_arrays = {id(slot.array): np.zeros(tuple(slot.array.shape), dtype) for slot in spec.wanted}
     for part, rows, cols in shape.sequences(spec.lengths):
-        q_, k_, v_, g = q[:, :, rows], _per_query_head(k[:, :, cols], part), _per_query_head(v[:, :, cols], part), d_out[:, :, rows]
+        q_, k_, v_, g = (
+            q[:, :, rows],
+            _per_query_head(k[:, :, cols], part),
+            _per_query_head(v[:, :, cols], part),
+            d_out[:, :, rows],
+        )
         score, values = _scores(spec, part, q_, k[:, :, cols], dtype)
         lse = _lse(spec, score)
         p = _weights(score, lse)
@@ -65,7 +70,9 @@ def backward(
         for node in _wanted_loads(spec):
             at = tuple(clamp(values[i], n) for i, n in zip(node.args, node.payload.array.shape, strict=True))
             contribution = d_score * _slope(spec.score, node, values, dtype)
-            np.add.at(d_arrays[id(node.payload.array)], tuple(np.broadcast_to(a, d_score.shape) for a in at), contribution)
+            np.add.at(
+                d_arrays[id(node.payload.array)], tuple(np.broadcast_to(a, d_score.shape) for a in at), contribution
+            )
     return Grads(*(store(x) for x in (d_q, d_k, d_v)), d_sinks, tuple(d_arrays.values()))
 
 
@@ -122,7 +129,11 @@ def _slope(score: Expr | None, wrt: Expr, values: dict[Expr, Any], dtype: npt.DT
 
 def _wanted_loads(spec: Attention) -> list[Expr]:
     wanted = {id(slot.array) for slot in spec.wanted}
-    return [n for n in nodes(*([] if spec.score is None else [spec.score])) if n.op == "load" and id(n.payload.array) in wanted]
+    return [
+        n
+        for n in nodes(*([] if spec.score is None else [spec.score]))
+        if n.op == "load" and id(n.payload.array) in wanted
+    ]
 
 
 def _per_query_head(x: Array, shape: Shape) -> Array:

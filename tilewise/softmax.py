@@ -47,9 +47,7 @@ class State:
         """The state of both sets of keys together."""
         row_max = np.maximum(self.row_max, other.row_max)
         a, b = (np.exp(x.row_max - finite(row_max)) for x in (self, other))
-        return State(
-            row_max, self.row_sum * a + other.row_sum * b, self.acc * a[..., None] + other.acc * b[..., None]
-        )
+        return State(row_max, self.row_sum * a + other.row_sum * b, self.acc * a[..., None] + other.acc * b[..., None])
 
     def finish(self, sink: Any = None) -> Partial:
         """Output and lse. A row that saw no key has output 0 and lse -inf."""

@@ -40,4 +40,3 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         grads = system.backward(call.spec, q, k, v, Partial(out, lse), d_out, d_lse)
         by_array = {id(slot.array): grad for slot, grad in zip(call.spec.wanted, grads.arrays, strict=True)}
         return (None, None, grads.q, grads.k, grads.v, grads.sinks, *(by_array[id(x)] for x in _loaded(call)))
-

@@ -62,7 +62,9 @@ def prepare(
         raise ValueError(f"q: expected {', '.join(_LAYOUTS.values())}, got shape {tuple(q.shape)}")
     for name, x in (("k", k), ("v", v)):
         if len(x.shape) != rank:
-            raise ValueError(f"{name}: expected {_LAYOUTS[rank]} as q has, got shape {tuple(x.shape)}; q: {tuple(q.shape)}")
+            raise ValueError(
+                f"{name}: expected {_LAYOUTS[rank]} as q has, got shape {tuple(x.shape)}; q: {tuple(q.shape)}"
+            )
     q, k, v = (_expand(x, rank) for x in (q, k, v))
     _check_sizes(q, k, v)
     spec = _spec(q, causal, mask, score, scale, sinks, batch_invariant, rank)
@@ -113,7 +115,9 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
         step = x.stride(3) if arrays.is_torch(x) else x.strides[3] // x.itemsize
         if step != 1 and x.shape[3] > 1 and 0 not in x.shape:
             copy = ".contiguous()" if arrays.is_torch(x) else "np.ascontiguousarray(...)"
-            raise ValueError(f"{name}: the last dimension must be contiguous, got a stride of {step}; copy it with {copy}")
+            raise ValueError(
+                f"{name}: the last dimension must be contiguous, got a stride of {step}; copy it with {copy}"
+            )
         if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head dimension (the last) of 1 to {MAX_HEAD_DIM}, got {x.shape[3]}")
         if x.shape[0] != q.shape[0]:
@@ -156,7 +160,9 @@ def _spec(
             score_expr = added if score_expr is None else score_expr >> added
     if causal_:
         mask_expr = causal() if mask_expr is None else causal() & mask_expr
-    return Attention(_scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant))
+    return Attention(
+        _scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant)
+    )
 
 
 def _score(score: Any) -> Expr | None:
@@ -185,9 +191,13 @@ def _aligned_mask(mask: Any, rank: int) -> Any:
         advice = "; parse text with tw.parse(text)" if isinstance(mask, str) else advice
         raise TypeError(f"mask: expected an expression or an array of bool or float, got {type(mask).__name__}{advice}")
     if arrays.value_kind(mask) == "int":
-        raise TypeError(f"mask: expected bool (True: may attend) or float (added to scores), got {arrays.dtype_name(mask)}")
+        raise TypeError(
+            f"mask: expected bool (True: may attend) or float (added to scores), got {arrays.dtype_name(mask)}"
+        )
     if not 1 <= len(mask.shape) <= rank:
-        raise ValueError(f"mask: expected 1 to {rank} dimensions for {_LAYOUTS[rank]} inputs, got shape {tuple(mask.shape)}")
+        raise ValueError(
+            f"mask: expected 1 to {rank} dimensions for {_LAYOUTS[rank]} inputs, got shape {tuple(mask.shape)}"
+        )
     return mask[:, None] if rank == 3 and len(mask.shape) == 3 else mask
 
 

@@ -38,7 +38,9 @@ class NumpyKernel:
     ) -> Grads:  # fmt: skip
         held = Partial(arrays.as_numpy(saved.out), arrays.as_numpy(saved.lse))
         d_lse = None if d_lse is None else arrays.as_numpy(d_lse)
-        grads = backward(spec, *map(arrays.as_numpy, (q, k, v)), held, arrays.as_numpy(d_out), d_lse, tile or DEFAULT_TILE)
+        grads = backward(
+            spec, *map(arrays.as_numpy, (q, k, v)), held, arrays.as_numpy(d_out), d_lse, tile or DEFAULT_TILE
+        )
         wanted = zip(grads.arrays, spec.wanted, strict=True)
         return Grads(
             arrays.like(grads.q, q), arrays.like(grads.k, k), arrays.like(grads.v, v),

@@ -1,0 +1,39 @@
+"""The command line: `tilewise demo`, `doctor`, `plan`, `bench`. One file a command, each with add_parser and run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tilewise._version import __version__
+
+
+class UserError(Exception):
+    """Something the user can mend: printed without a traceback, exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from tilewise.cli import bench, demo, doctor, plan
+
+    parser = argparse.ArgumentParser(
+        prog="tilewise",
+        description="Exact attention, computed tile by tile.",
+        epilog="Start with `tilewise demo`. Each command has its own --help.",
+    )
+    parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in (demo, doctor, plan, bench):
+        command.add_parser(commands)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except UserError as error:
+        print(f"tilewise: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ntilewise: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `tilewise plan | head`
+        sys.stderr.close()
+        return 0
