@@ -15,9 +15,19 @@ from tilewise.validate import Call, prepare, prepare_varlen
 
 
 def attention(
-    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
-    sinks: Any = None, kernel: str = "auto", return_lse: bool = False, batch_invariant: bool = False,
-) -> Any:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Any:
     """Exact attention, tile by tile: softmax(score(scale * q k^T), where the mask holds) v.
 
     q, k, v: (n, d), (batch, n, d) or (batch, heads, n, d), NumPy arrays or PyTorch tensors; the result is of the same
@@ -37,10 +47,21 @@ def attention(
 
 
 def attention_varlen(
-    q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, *, causal: bool = False, mask: Any = None, score: Any = None,
-    scale: float | None = None, sinks: Any = None, kernel: str = "auto", return_lse: bool = False,
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths_q: Any,
+    lengths_k: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
     batch_invariant: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """Attention within each of several packed sequences: q, k, v are (total, heads, d).
 
     lengths_q, lengths_k: cumulative lengths [0, ..., total]; sequence i has rows lengths[i] to lengths[i + 1], possibly
@@ -55,15 +76,34 @@ def attention_varlen(
 
 
 def attention_vjp(
-    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
-    sinks: Any = None, lengths_q: Any = None, lengths_k: Any = None, kernel: str = "auto", batch_invariant: bool = False,
-) -> tuple[Any, Callable[..., Grads]]:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    lengths_q: Any = None,
+    lengths_k: Any = None,
+    kernel: str = "auto",
+    batch_invariant: bool = False,
+) -> tuple[Any, Callable[..., Grads]]:
     """Attention and its gradients: out, and pullback(d_out, d_lse=None) -> Grads(q, k, v, sinks, arrays).
 
-    Grads.arrays has an entry for each loaded array that wants a gradient (tw.load(..., grad=True), tw.bias(b, grad=True)
-    ...), in order of first appearance. With lengths_q and lengths_k the arrays are packed, as in attention_varlen.
+    Grads.arrays has an entry for each loaded array that wants a gradient (tw.load(..., grad=True), tw.bias(b,
+    grad=True) ...), in order of first appearance. With lengths_q and lengths_k the arrays are packed, as in
+    attention_varlen.
     """
-    options = dict(causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant)
+    options: dict[str, Any] = {
+        "causal": causal,
+        "mask": mask,
+        "score": score,
+        "scale": scale,
+        "sinks": sinks,
+        "batch_invariant": batch_invariant,
+    }
     if (lengths_q is None) != (lengths_k is None):
         raise ValueError("lengths_q, lengths_k: give both for packed sequences, or neither")
     packed = lengths_q is not None
@@ -101,10 +141,19 @@ def merge(partials: Sequence[Any], *, sinks: Any = None) -> Partial:
 
 
 def explain(
-    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
-    sinks: Any = None, kernel: str = "auto", batch_invariant: bool = False,
-) -> Explanation:  # fmt: skip
-    """What `attention` would do with these arguments: which kernel system, why not the others, and the plan. Print it."""
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    kernel: str = "auto",
+    batch_invariant: bool = False,
+) -> Explanation:
+    """What `attention` would do with these arguments: the kernel system, why not the others, the plan. Print it."""
     call = prepare(
         q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
     )
@@ -112,9 +161,17 @@ def explain(
 
 
 def weights(
-    q: Any, k: Any, v: Any, *, rows: Any, causal: bool = False, mask: Any = None, score: Any = None,
-    scale: float | None = None, sinks: Any = None,
-) -> Any:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    rows: Any,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+) -> Any:
     """Attention weights of the chosen query rows alone: (..., len(rows), keys). Memory grows with the rows asked for.
 
     rows: an integer or a sequence of them; negative ones count from the end. With sinks a row sums to less than 1.

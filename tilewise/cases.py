@@ -168,7 +168,7 @@ class Case:
 
 
 def conformance() -> list[Case]:
-    """Every variant on one demanding shape, every shape under the main variants, every type, strides, packed, extremes."""
+    """Every variant on one demanding shape, every shape under the main variants, types, strides, packed, extremes."""
     cases = [Case(variant, "ragged") for variant in VARIANTS]
     cases += [
         Case(variant, shape) for shape in SHAPES if shape != "ragged" for variant in ("full", "causal", "all at once")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
-class Unsupported(RuntimeError):
+class Unsupported(RuntimeError):  # noqa: N818 - it names a state, as Python's StopIteration does
     """No kernel system, or not the one named, can compute this call. The message says why and what would."""
 
 
@@ -49,7 +49,7 @@ SYSTEMS = (System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),)
 NAMES = tuple(system.name for system in SYSTEMS)
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(name: str) -> Kernel:
     """The kernel system of this name."""
     for system in SYSTEMS:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewise import dispatch
 from tilewise.schedule import Kind, Plan, plan
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Shape
 from tilewise.validate import Call
 
 _SHADES = {Kind.EMPTY: "·", Kind.PARTIAL: "▒", Kind.FULL: "█"}
@@ -62,7 +62,7 @@ def describe_plan(p: Plan) -> str:
     return "\n".join(
         [
             f"tiles: {p.grid[0]} x {p.grid[1]} of {p.tile.q} x {p.tile.k} a head; in all {kinds}",
-            f"operations: {count(p.flops)} of {count(p.flops_naive)} ({ratio(p.flops, p.flops_naive)} of full attention)",
+            f"operations: {count(p.flops)}, {ratio(p.flops, p.flops_naive)} of full attention's {count(p.flops_naive)}",
             f"slow-memory traffic: tiled {size(p.bytes_tiled)}, naive {size(p.bytes_naive)} "
             f"({p.bytes_naive / max(p.bytes_tiled, 1):.1f}x)",
             f"on-chip memory: {size(p.bytes_on_chip)} a tile; the full matrix would take {size(p.bytes_matrix)}",

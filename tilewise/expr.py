@@ -24,11 +24,11 @@ INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 LOGIC = {"and": "&", "or": "|"}
-FUNCTIONS = ("abs", "minimum", "maximum", "where", "exp", "log", "tanh")
 
 _ADVICE = (
-    "an expression has no truth value, so Python's `and`, `or`, `not`, `if`, `min`, `max` and chained comparisons cannot "
-    "use it; write `&`, `|`, `~`, tw.where(condition, a, b), tw.minimum(a, b), tw.maximum(a, b), and (a < b) & (b < c)"
+    "an expression has no truth value, so Python's `and`, `or`, `not`, `if`, `min`, `max` and chained comparisons "
+    "cannot use it; write `&`, `|`, `~`, tw.where(condition, a, b), tw.minimum(a, b), tw.maximum(a, b), "
+    "and (a < b) & (b < c)"
 )
 
 
@@ -61,40 +61,40 @@ class Expr:
 
     # -- operators ----------------------------------------------------------------------------------------------------
     def __add__(self, other: Any) -> Expr:
-        return _arithmetic("add", self, other)
+        return arithmetic("add", self, other)
 
     def __radd__(self, other: Any) -> Expr:
-        return _arithmetic("add", other, self)
+        return arithmetic("add", other, self)
 
     def __sub__(self, other: Any) -> Expr:
-        return _arithmetic("sub", self, other)
+        return arithmetic("sub", self, other)
 
     def __rsub__(self, other: Any) -> Expr:
-        return _arithmetic("sub", other, self)
+        return arithmetic("sub", other, self)
 
     def __mul__(self, other: Any) -> Expr:
-        return _arithmetic("mul", self, other)
+        return arithmetic("mul", self, other)
 
     def __rmul__(self, other: Any) -> Expr:
-        return _arithmetic("mul", other, self)
+        return arithmetic("mul", other, self)
 
     def __truediv__(self, other: Any) -> Expr:
-        return _arithmetic("div", self, other)
+        return arithmetic("div", self, other)
 
     def __rtruediv__(self, other: Any) -> Expr:
-        return _arithmetic("div", other, self)
+        return arithmetic("div", other, self)
 
     def __floordiv__(self, other: Any) -> Expr:
-        return _arithmetic("floordiv", self, other)
+        return arithmetic("floordiv", self, other)
 
     def __rfloordiv__(self, other: Any) -> Expr:
-        return _arithmetic("floordiv", other, self)
+        return arithmetic("floordiv", other, self)
 
     def __mod__(self, other: Any) -> Expr:
-        return _arithmetic("mod", self, other)
+        return arithmetic("mod", self, other)
 
     def __rmod__(self, other: Any) -> Expr:
-        return _arithmetic("mod", other, self)
+        return arithmetic("mod", other, self)
 
     def __neg__(self) -> Expr:
         _number("-", self)
@@ -107,34 +107,34 @@ class Expr:
         return _node("abs", (_number("abs", self),), self.kind)
 
     def __lt__(self, other: Any) -> Expr:
-        return _comparison("lt", self, other)
+        return comparison("lt", self, other)
 
     def __le__(self, other: Any) -> Expr:
-        return _comparison("le", self, other)
+        return comparison("le", self, other)
 
     def __gt__(self, other: Any) -> Expr:
-        return _comparison("gt", self, other)
+        return comparison("gt", self, other)
 
     def __ge__(self, other: Any) -> Expr:
-        return _comparison("ge", self, other)
+        return comparison("ge", self, other)
 
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
-        return _comparison("eq", self, other)
+        return comparison("eq", self, other)
 
     def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
-        return _comparison("ne", self, other)
+        return comparison("ne", self, other)
 
     def __and__(self, other: Any) -> Expr:
-        return _logic("and", self, other)
+        return logic("and", self, other)
 
     def __rand__(self, other: Any) -> Expr:
-        return _logic("and", other, self)
+        return logic("and", other, self)
 
     def __or__(self, other: Any) -> Expr:
-        return _logic("or", self, other)
+        return logic("or", self, other)
 
     def __ror__(self, other: Any) -> Expr:
-        return _logic("or", other, self)
+        return logic("or", other, self)
 
     def __invert__(self) -> Expr:
         return _node("not", (_condition("~", self),), BOOL)
@@ -159,11 +159,15 @@ class Expr:
 
     # -- NumPy's and PyTorch's functions build expressions too ---------------------------------------------------------
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expr:
-        return _foreign(ufunc.__name__ if method == "__call__" and not kwargs else "", inputs)
+        from tilewise.flex import foreign
+
+        return foreign(ufunc.__name__ if method == "__call__" and not kwargs else "", inputs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Expr:
-        return _foreign("" if kwargs else func.__name__, args)
+        from tilewise.flex import foreign
+
+        return foreign("" if kwargs else func.__name__, args)
 
     # -- text ---------------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:
@@ -173,7 +177,7 @@ class Expr:
 
     @property
     def key(self) -> str:
-        """Canonical text, with each loaded array replaced by a slot (dtype, rank): what compiled kernels are kept by."""
+        """Canonical text, each loaded array replaced by a slot (dtype, rank): what compiled kernels are kept by."""
         slots = "; ".join(
             f"a{i}: {arrays.dtype_name(x.array)}[{len(x.array.shape)}]" for i, x in enumerate(loads(self))
         )
@@ -256,7 +260,7 @@ def _numbers(symbol: str, a: Any, b: Any) -> tuple[Expr, Expr]:
     return (a, b) if a.kind == b.kind else (as_float(a), as_float(b))
 
 
-def _arithmetic(op: str, a: Any, b: Any) -> Expr:
+def arithmetic(op: str, a: Any, b: Any) -> Expr:
     a, b = _numbers(ARITHMETIC[op], a, b)
     if op in ("floordiv", "mod") and b.op == "const" and b.payload == 0:
         raise ZeroDivisionError(f"`{ARITHMETIC[op]} 0` in an expression")
@@ -265,26 +269,26 @@ def _arithmetic(op: str, a: Any, b: Any) -> Expr:
     return _node(op, (a, b), a.kind)
 
 
-def _comparison(op: str, a: Any, b: Any) -> Expr:
-    a, b = lift(a), lift(b)
-    if op in ("eq", "ne") and a.kind == b.kind == BOOL:
-        both = (a & b) | (~a & ~b)
-        return both if op == "eq" else ~both
-    return _node(op, _numbers(COMPARISONS[op], a, b), BOOL)
+def comparison(op: str, a: Any, b: Any) -> Expr:
+    x, y = lift(a), lift(b)
+    if op in ("eq", "ne") and x.kind == y.kind == BOOL:
+        same = (x & y) | (~x & ~y)
+        return same if op == "eq" else ~same
+    return _node(op, _numbers(COMPARISONS[op], x, y), BOOL)
 
 
-def _logic(op: str, a: Any, b: Any) -> Expr:
+def logic(op: str, a: Any, b: Any) -> Expr:
     symbol = LOGIC[op]
     return _node(op, (_condition(symbol, lift(a)), _condition(symbol, lift(b))), BOOL)
 
 
 def where(condition: Any, a: Any, b: Any) -> Expr:
     """`a` where the condition holds, else `b`."""
-    condition, a, b = _condition("where", lift(condition)), lift(a), lift(b)
-    if a.kind == b.kind == BOOL:
-        return (condition & a) | (~condition & b)
-    a, b = _numbers("where", a, b)
-    return _node("where", (condition, a, b), a.kind)
+    test, x, y = _condition("where", lift(condition)), lift(a), lift(b)
+    if x.kind == y.kind == BOOL:
+        return (test & x) | (~test & y)
+    x, y = _numbers("where", x, y)
+    return _node("where", (test, x, y), x.kind)
 
 
 def minimum(a: Any, b: Any) -> Expr:
@@ -340,40 +344,6 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
     if slot.grad and kind != FLOAT:
         raise TypeError(f"load(array, ..., grad=True) needs a float array, got {arrays.dtype_name(array)}")
     return _node("load", nodes, kind, slot, (id(array), slot.grad, slot.constant))
-
-
-_FOREIGN: dict[str, Callable[..., Expr]] = {
-    "where": where, "minimum": minimum, "maximum": maximum, "exp": exp, "log": log, "tanh": tanh,
-    "abs": abs, "absolute": abs, "negative": lambda a: -a, "neg": lambda a: -a,
-    "add": lambda a, b: _arithmetic("add", a, b), "subtract": lambda a, b: _arithmetic("sub", a, b),
-    "multiply": lambda a, b: _arithmetic("mul", a, b), "divide": lambda a, b: _arithmetic("div", a, b),
-    "floor_divide": lambda a, b: _arithmetic("floordiv", a, b), "remainder": lambda a, b: _arithmetic("mod", a, b),
-    "less": lambda a, b: _comparison("lt", a, b), "less_equal": lambda a, b: _comparison("le", a, b),
-    "greater": lambda a, b: _comparison("gt", a, b), "greater_equal": lambda a, b: _comparison("ge", a, b),
-    "equal": lambda a, b: _comparison("eq", a, b), "not_equal": lambda a, b: _comparison("ne", a, b),
-    "logical_and": lambda a, b: _logic("and", a, b), "logical_or": lambda a, b: _logic("or", a, b),
-    "bitwise_and": lambda a, b: _logic("and", a, b), "bitwise_or": lambda a, b: _logic("or", a, b),
-    "logical_not": lambda a: ~a, "invert": lambda a: ~a, "bitwise_not": lambda a: ~a,
-}  # fmt: skip
-# PyTorch hands a tensor's operators over under their method names.
-_FOREIGN.update(
-    {
-        f"__{r}{name}__": (lambda op, flip: lambda a, b: _arithmetic(op, b, a) if flip else _arithmetic(op, a, b))(
-            op, r
-        )
-        for op, name in zip(ARITHMETIC, ("add", "sub", "mul", "truediv", "floordiv", "mod"), strict=True)
-        for r in ("", "r")
-    }
-)
-
-
-def _foreign(name: str, args: Sequence[Any]) -> Expr:
-    """np.tanh(expr), torch.where(expr, ...) and the like."""
-    if name not in _FOREIGN:
-        raise TypeError(
-            f"expressions know {', '.join(FUNCTIONS)} and Python's operators, not the function {name or args!r}"
-        )
-    return _FOREIGN[name](*args)
 
 
 S = _variable("S", FLOAT)

@@ -1,12 +1,15 @@
-"""FlexAttention's habits: its mask_mod and score_mod functions as expressions."""
+"""Habits from elsewhere: FlexAttention's mask_mod and score_mod, and NumPy's and PyTorch's functions on expressions."""
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
+from tilewise import expr as ex
 from tilewise.expr import BOOL, B, Expr, H, K, Q, S, as_float, lift, load
 
 
@@ -38,9 +41,9 @@ def _call(name: str, function: Any, variables: tuple[Expr, ...]) -> Expr:
 
 def _indexing_loads() -> AbstractContextManager[Any]:
     """While it is open, a tensor indexed by expressions is a load. Without PyTorch there are no tensors to index."""
-    torch = sys.modules.get("torch")
-    if torch is None:
+    if "torch" not in sys.modules:
         return nullcontext()
+    import torch
     from torch.overrides import TorchFunctionMode
 
     class IndexingLoads(TorchFunctionMode):  # type: ignore[misc]
@@ -52,3 +55,38 @@ def _indexing_loads() -> AbstractContextManager[Any]:
             return func(*args, **(kwargs or {}))
 
     return IndexingLoads()
+
+
+def foreign(name: str, args: Sequence[Any]) -> Expr:
+    """np.tanh(expr), torch.where(expr, ...), tensor * expr and the like."""
+    if name not in _FOREIGN:
+        known = "abs, minimum, maximum, where, exp, log, tanh and Python's operators"
+        raise TypeError(f"expressions know {known}, not the function {name!r} of NumPy or PyTorch")
+    return _FOREIGN[name](*args)
+
+
+def _table() -> dict[str, Callable[..., Expr]]:
+    """Functions by the names that NumPy's ufuncs and PyTorch's functions and methods have."""
+    table: dict[str, Callable[..., Expr]] = {
+        "where": ex.where, "minimum": ex.minimum, "maximum": ex.maximum, "exp": ex.exp, "log": ex.log, "tanh": ex.tanh,
+        "abs": abs, "absolute": abs, "negative": operator.neg, "neg": operator.neg,
+        "logical_not": operator.invert, "invert": operator.invert, "bitwise_not": operator.invert,
+    }  # fmt: skip
+    binary = {
+        "add": ("add", "__add__"), "sub": ("subtract", "sub", "__sub__"), "mul": ("multiply", "mul", "__mul__"),
+        "div": ("divide", "div", "true_divide", "__truediv__"), "floordiv": ("floor_divide", "__floordiv__"),
+        "mod": ("remainder", "__mod__"),
+        "lt": ("less", "lt", "__lt__"), "le": ("less_equal", "le", "__le__"), "gt": ("greater", "gt", "__gt__"),
+        "ge": ("greater_equal", "ge", "__ge__"), "eq": ("equal", "eq", "__eq__"), "ne": ("not_equal", "ne", "__ne__"),
+        "and": ("logical_and", "bitwise_and", "__and__"), "or": ("logical_or", "bitwise_or", "__or__"),
+    }  # fmt: skip
+    for op, names in binary.items():
+        build = ex.arithmetic if op in ex.ARITHMETIC else ex.comparison if op in ex.COMPARISONS else ex.logic
+        table.update((name, partial(build, op)) for name in names)
+    reflected = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul", "__rtruediv__": "div", "__rdiv__": "div"}
+    for name, op in reflected.items():
+        table[name] = lambda a, b, op=op: ex.arithmetic(op, b, a)
+    return table
+
+
+_FOREIGN = _table()

@@ -165,19 +165,17 @@ def _load(slot: Loaded, *index: Interval) -> Interval:
         array = arrays.widen(array, np.float64)
     elif kind == "int":
         array = array.astype(np.int64)
-    box = [
-        tuple(np.broadcast_arrays(_within(lo, n), _within(hi, n)))
-        for (lo, hi), n in zip(index, array.shape, strict=True)
-    ]
+    box = [_within(i, n) for i, n in zip(index, array.shape, strict=True)]
     lo, hi = _line(array, box[0]) if array.ndim == 1 else _box(array, box)
     if kind == "float":
         return _widen(_unless(np.isnan(lo) | np.isnan(hi), (lo, hi)), ARITHMETIC_ERROR)
     return lo, hi
 
 
-def _within(index: Any, size: int) -> Array:
+def _within(index: Interval, size: int) -> Interval:
     """Bounds of an index, clamped as every op table clamps the index itself."""
-    return np.clip(np.asarray(index, np.int64), 0, size - 1)
+    lo, hi = np.broadcast_arrays(*(np.clip(np.asarray(i, np.int64), 0, size - 1) for i in index))
+    return lo, hi
 
 
 def _line(array: Array, box: Interval) -> Interval:

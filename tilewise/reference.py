@@ -38,9 +38,15 @@ def forward(
 
 
 def backward(
-    spec: Attention, q: Any, k: Any, v: Any, d_out: Any, d_lse: Any = None,
-    dtype: npt.DTypeLike = np.float64, store: Store = lambda x: x,
-) -> Grads:  # fmt: skip
+    spec: Attention,
+    q: Any,
+    k: Any,
+    v: Any,
+    d_out: Any,
+    d_lse: Any = None,
+    dtype: npt.DTypeLike = np.float64,
+    store: Store = lambda x: x,
+) -> Grads:
     """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
     q, k, v, d_out = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k, v, d_out))
     d_lse = np.zeros(q.shape[:3], dtype) if d_lse is None else arrays.widen(arrays.as_numpy(d_lse), dtype)
@@ -58,7 +64,7 @@ def backward(
         score, values = _scores(spec, part, q_, k[:, :, cols], dtype)
         lse = _lse(spec, score)
         p = _weights(score, lse)
-        delta = np.sum(g * (p @ v_), axis=-1) - d_lse[:, :, rows]
+        delta = np.sum(g * store(store(p) @ v_), axis=-1) - d_lse[:, :, rows]
         d_score = p * (g @ v_.swapaxes(-1, -2) - delta[..., None])
         d_v[:, :, cols] += _per_key_head(store(p).swapaxes(-1, -2) @ g, part)
         d_s = store(d_score * _slope(spec.score, S, values, dtype))
@@ -67,13 +73,13 @@ def backward(
         if d_sinks is not None:
             sink = _sink_column(spec, dtype)
             d_sinks -= np.sum(np.where(lse == -np.inf, 0, np.exp(sink - lse)) * delta, axis=(0, 2))
-        for node in _wanted_loads(spec):
+        for node in _wanted_loads(spec) if d_score.size else []:
             at = tuple(clamp(values[i], n) for i, n in zip(node.args, node.payload.array.shape, strict=True))
             contribution = d_score * _slope(spec.score, node, values, dtype)
             np.add.at(
                 d_arrays[id(node.payload.array)], tuple(np.broadcast_to(a, d_score.shape) for a in at), contribution
             )
-    return Grads(*(store(x) for x in (d_q, d_k, d_v)), d_sinks, tuple(d_arrays.values()))
+    return Grads(store(d_q), store(d_k), store(d_v), d_sinks, tuple(d_arrays.values()))
 
 
 def weights(spec: Attention, q: Any, k: Any, rows: Array) -> Array:
@@ -106,7 +112,7 @@ def _lse(spec: Attention, score: Array) -> Array:
     row_max = score.max(axis=-1, initial=-np.inf)
     shift = np.where(row_max == -np.inf, 0, row_max).astype(score.dtype)
     with np.errstate(divide="ignore"):
-        lse = shift + np.log(np.exp(score - shift[..., None]).sum(axis=-1))
+        lse: Array = shift + np.log(np.exp(score - shift[..., None]).sum(axis=-1))
     return lse if spec.sinks is None else np.logaddexp(lse, _sink_column(spec, score.dtype))
 
 
@@ -115,7 +121,8 @@ def _sink_column(spec: Attention, dtype: npt.DTypeLike) -> Array:
 
 
 def _weights(score: Array, lse: Array) -> Array:
-    return np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(score.dtype)
+    p: Array = np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(score.dtype)
+    return p
 
 
 def _slope(score: Expr | None, wrt: Expr, values: dict[Expr, Any], dtype: npt.DTypeLike) -> Any:
@@ -142,4 +149,5 @@ def _per_query_head(x: Array, shape: Shape) -> Array:
 
 def _per_key_head(x: Array, shape: Shape) -> Array:
     """The sum over the query heads that share a key head."""
-    return x.reshape(x.shape[0], shape.heads_k, -1, *x.shape[2:]).sum(axis=2)
+    total: Array = x.reshape(x.shape[0], shape.heads_k, shape.group, *x.shape[2:]).sum(axis=2)
+    return total

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import INT32_MAX, INT32_MIN, S, Expr, constant, evaluate, evaluate_all, loads, nodes, variables
+from tilewise.expr import INT32_MAX, INT32_MIN, Expr, S, constant, evaluate, evaluate_all, loads, nodes, variables
 from tilewise.intervals import INTERVAL_OPS, SCORE
 from tilewise.spec import Attention, Shape, Tile
 
@@ -133,7 +134,7 @@ class Plan:
 
     @property
     def bytes_tiled(self) -> int:
-        """Slow-memory traffic of the tiled algorithm: q, out and lse once, k and v once a query tile that visits them."""
+        """Slow-memory traffic, tiled: q, out and lse once, k and v once for each query tile that visits them."""
         s, size = self.shape, _itemsize(self.shape.dtype)
         rows = s.batch * s.heads * s.n_q
         return rows * (s.d + s.d_v) * size + rows * 4 + self._visited[1] * (s.d + s.d_v) * size
@@ -210,7 +211,7 @@ def _may_be_minus_infinity(score: Expr) -> bool:
 
 def _runs(plan: Plan, keys_first: bool) -> Runs:
     """Runs along each row: a query tile's key tiles, or with keys_first a key tile's query tiles."""
-    rows, cols = plan.grid[::-1] if keys_first else plan.grid
+    rows = plan.grid[1] if keys_first else plan.grid[0]
     axes = (0, 1, 3, 2) if keys_first else (0, 1, 2, 3)
     tables: list[Array] = []
     counts: list[Array] = []
@@ -234,7 +235,7 @@ def _bands(plan: Plan, keys_first: bool) -> Iterator[Array]:
     edges_q, edges_k = (np.append(np.arange(0, n, _COARSE), n) for n in (n_q, n_k))
     coarse = _classify(plan, edges_q, edges_k)
     along, across = (edges_k, edges_q) if keys_first else (edges_q, edges_k)
-    for i, (start, stop) in enumerate(zip(along[:-1], along[1:], strict=True)):
+    for i, (start, stop) in enumerate(pairwise(along)):
         band = coarse[:, :, :, i : i + 1] if keys_first else coarse[:, :, i : i + 1, :]
         axis = 2 if keys_first else 3
         fine = band.repeat(np.diff(across), axis=axis).repeat(stop - start, axis=5 - axis)

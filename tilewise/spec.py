@@ -44,7 +44,7 @@ class Lengths:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention, whatever computes it. Keys count where `mask` holds; `score` turns the scaled score S into another."""
+    """One attention, whatever computes it: keys count where `mask` holds, `score` maps the score S to another."""
 
     scale: float
     mask: Expr | None = None

@@ -89,7 +89,7 @@ _FUNCTIONS = {
     "min": ex.minimum, "max": ex.maximum, "minimum": ex.minimum, "maximum": ex.maximum,
     "where": ex.where, "exp": ex.exp, "log": ex.log, "tanh": ex.tanh,
 }  # fmt: skip
-_ADVICE: dict[type[ast.AST], str] = {
+_ADVICE: dict[type[Any], str] = {
     ast.BoolOp: "use & and | instead of `and` and `or`",
     ast.Not: "use ~ instead of `not`",
     ast.IfExp: "use where(condition, a, b) instead of `if`",
@@ -130,7 +130,10 @@ class _Parser:
         self.functions: dict[str, Any] = {**_FUNCTIONS, **VARIANTS}
 
     def parse(self) -> Expr:
-        *definitions, last = ast.parse(self.text.strip()).body or [None]
+        body = ast.parse(self.text.strip()).body
+        if not body:
+            raise self.error(None, "expected an expression, such as causal() & window(512)")
+        *definitions, last = body
         for line in definitions:
             match line:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value) if re.fullmatch(r"t\d+", name):
@@ -166,7 +169,7 @@ class _Parser:
                 return np.array([self.number(e) for e in elements])
             case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords):
                 return self.call(node, name, args, keywords)
-        advice = _ADVICE.get(type(node)) or _ADVICE.get(type(getattr(node, "op", None)))
+        advice = _ADVICE.get(type(node)) or _ADVICE.get(type(getattr(node, "op", node)))
         raise self.error(node, advice or "only numbers, lists of numbers, variables, operators and named functions are")
 
     def number(self, node: ast.AST) -> bool | int | float:

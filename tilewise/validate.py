@@ -52,9 +52,17 @@ def _expand(x: Any, rank: int) -> Any:
 
 
 def prepare(
-    q: Any, k: Any, v: Any, *, causal: bool = False, mask: Any = None, score: Any = None, scale: float | None = None,
-    sinks: Any = None, batch_invariant: bool = False,
-) -> Call:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    batch_invariant: bool = False,
+) -> Call:
     """Check a dense call."""
     _check_arrays(q, k, v)
     rank = len(q.shape)
@@ -72,9 +80,19 @@ def prepare(
 
 
 def prepare_varlen(
-    q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, *, causal: bool = False, mask: Any = None, score: Any = None,
-    scale: float | None = None, sinks: Any = None, batch_invariant: bool = False,
-) -> Call:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths_q: Any,
+    lengths_k: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    batch_invariant: bool = False,
+) -> Call:
     """Check a call on packed sequences."""
     _check_arrays(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -135,15 +153,22 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 def _scale(scale: Any, q: Any) -> float:
     if scale is None:
         return 1 / math.sqrt(max(q.shape[-1], 1))
-    if not isinstance(scale, numbers.Real) or isinstance(scale, bool) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale!r}")
     return float(scale)
 
 
 def _spec(
-    q: Any, causal_: Any, mask: Any, score: Any, scale: Any, sinks: Any, batch_invariant: Any, rank: int,
+    q: Any,
+    causal_: Any,
+    mask: Any,
+    score: Any,
+    scale: Any,
+    sinks: Any,
+    batch_invariant: Any,
+    rank: int,
     lengths: Lengths | None = None,
-) -> Attention:  # fmt: skip
+) -> Attention:
     for name, flag in (("causal", causal_), ("batch_invariant", batch_invariant)):
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name}: expected True or False, got {flag!r}")
@@ -275,6 +300,6 @@ def _check_load(call: Call, node: Expr) -> None:
         if size < want or (size > want and not longer_is_fine):
             sizes = f"batch {batch}, heads {shape.heads}, queries {n_q}, keys {n_k}"
             raise ValueError(
-                f"a loaded array (mask, bias, table ...) of shape {tuple(node.payload.array.shape)} is read as {node!r}: "
-                f"expected {want} along axis {axis}, got {size} ({sizes})"
+                f"a loaded array (mask, bias, table ...) is read as {node!r} and has shape "
+                f"{tuple(node.payload.array.shape)}: expected {want} along axis {axis}, got {size} ({sizes})"
             )

@@ -19,6 +19,11 @@ from tilewise.variants.softcap import softcap
 from tilewise.variants.t5 import t5
 from tilewise.variants.window import window
 
+__all__ = [
+    "VARIANTS", "alibi", "bias", "causal", "dense", "dilated", "document", "prefix", "relative", "softcap", "t5",
+    "window",
+]  # fmt: skip
+
 VARIANTS: dict[str, Callable[..., Expr]] = {
     f.__name__: f
     for f in (causal, window, prefix, document, dilated, dense, alibi, relative, t5, softcap, bias)

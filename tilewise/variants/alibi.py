@@ -25,7 +25,7 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
 
 
 def published_slopes(heads: int) -> Any:
-    """Powers of 2 ** (-8 / heads); for a number of heads that is no power of 2, every other one of the next is added."""
+    """Powers of 2 ** (-8 / heads); if heads is no power of 2, every other slope of the next power is added."""
     heads = min(whole("alibi", "the number of heads", heads, 1), MAX_HEADS + 1)
     if heads > MAX_HEADS:
         raise ValueError(f"alibi: the number of heads must be at most {MAX_HEADS}")

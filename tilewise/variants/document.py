@@ -1,4 +1,4 @@
-"""Documents packed into one sequence: a query sees the keys of its own document. Tiles between documents are skipped."""
+"""Documents packed into one sequence: a query sees the keys of its own. Tiles between documents are skipped."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""T5's relative position bias: near distances have an entry each, far ones share entries that widen like a logarithm."""
+"""T5's relative position bias: near distances have an entry each, far ones share entries, ever wider ones."""
 
 import math
 from typing import Any

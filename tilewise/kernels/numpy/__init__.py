@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tilewise import arrays
+from tilewise.arrays import as_numpy, like
 from tilewise.kernels.numpy.backward import backward
 from tilewise.kernels.numpy.forward import Watch, forward
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -30,20 +30,28 @@ class NumpyKernel:
     def forward(
         self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None, watch: Watch | None = None
     ) -> Partial:
-        done = forward(spec, *map(arrays.as_numpy, (q, k, v)), tile or DEFAULT_TILE, watch)
-        return Partial(arrays.like(done.out, q), arrays.like(done.lse, q))
+        done = forward(spec, as_numpy(q), as_numpy(k), as_numpy(v), tile or DEFAULT_TILE, watch)
+        return Partial(like(done.out, q), like(done.lse, q))
 
     def backward(
-        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None, tile: Tile | None = None
-    ) -> Grads:  # fmt: skip
-        held = Partial(arrays.as_numpy(saved.out), arrays.as_numpy(saved.lse))
-        d_lse = None if d_lse is None else arrays.as_numpy(d_lse)
+        self,
+        spec: Attention,
+        q: Any,
+        k: Any,
+        v: Any,
+        saved: Partial,
+        d_out: Any,
+        d_lse: Any = None,
+        tile: Tile | None = None,
+    ) -> Grads:
+        held = Partial(as_numpy(saved.out), as_numpy(saved.lse))
+        d_lse = None if d_lse is None else as_numpy(d_lse)
         grads = backward(
-            spec, *map(arrays.as_numpy, (q, k, v)), held, arrays.as_numpy(d_out), d_lse, tile or DEFAULT_TILE
+            spec, as_numpy(q), as_numpy(k), as_numpy(v), held, as_numpy(d_out), d_lse, tile or DEFAULT_TILE
         )
         wanted = zip(grads.arrays, spec.wanted, strict=True)
         return Grads(
-            arrays.like(grads.q, q), arrays.like(grads.k, k), arrays.like(grads.v, v),
-            None if grads.sinks is None else arrays.like(grads.sinks, spec.sinks),
-            tuple(arrays.like(g, slot.array) for g, slot in wanted),
+            like(grads.q, q), like(grads.k, k), like(grads.v, v),
+            None if grads.sinks is None else like(grads.sinks, spec.sinks),
+            tuple(like(g, slot.array) for g, slot in wanted),
         )  # fmt: skip

@@ -59,16 +59,25 @@ def backward(
                 q[b, h, rows], k[b, hk, cols], v[b, hk, cols], d_out[b, h, rows], saved.lse[b, h, rows],
                 delta[b, h, rows], d_q[b, h, rows], d_k[b, hk, cols], d_v[b, hk, cols],
             )  # fmt: skip
-            _one_head(spec, schedule, b, h, one, slopes, d_arrays)
+            _one_head(spec, part, schedule, b, h, one, slopes, d_arrays)
     return Grads(
-        *(arrays.narrow(g, shape.dtype) for g in (d_q, d_k, d_v)),
+        arrays.narrow(d_q, shape.dtype),
+        arrays.narrow(d_k, shape.dtype),
+        arrays.narrow(d_v, shape.dtype),
         None if spec.sinks is None else _d_sinks(spec, saved.lse, delta),
         tuple(arrays.narrow(d_arrays[id(x.array)], arrays.dtype_name(x.array)) for x in spec.wanted),
     )
 
 
 def _one_head(
-    spec: Attention, schedule: Plan, b: int, h: int, one: _Pass, slopes: dict[Expr, Expr], d_arrays: dict[int, Array]
+    spec: Attention,
+    shape: Shape,
+    schedule: Plan,
+    b: int,
+    h: int,
+    one: _Pass,
+    slopes: dict[Expr, Expr],
+    d_arrays: dict[int, Array],
 ) -> None:
     """One head of one sequence, a key tile at a time; sums into the rows of d_q, d_k, d_v and into d_arrays."""
     dtype = one.delta.dtype
@@ -84,7 +93,7 @@ def _one_head(
             d_out = arrays.widen(one.d_out[rows], dtype)
             # 2 s = q @ k.T
             s = q @ k.T
-            env = schedule.shape.env(b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop))
+            env = shape.env(b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop))
             env["S"] = s
             # 3 score
             score = s if spec.score is None else np.broadcast_to(evaluate(spec.score, env, ops), s.shape)

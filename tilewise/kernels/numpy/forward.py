@@ -44,13 +44,23 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile, watch: Wa
         schedule = plan(spec, part, tile)
         for b, h in np.ndindex(part.batch, part.heads):
             views = q[b, h, rows], k[b, h // part.group, cols], v[b, h // part.group, cols]
-            _one_head(spec, schedule, b, h, *views, out[b, h, rows], lse[b, h, rows], watch)
+            _one_head(spec, part, schedule, b, h, *views, out[b, h, rows], lse[b, h, rows], watch)
     return Partial(out, lse)
 
 
 def _one_head(
-    spec: Attention, schedule: Plan, b: int, h: int, q: Array, k: Array, v: Array, out: Array, lse: Array, watch: Watch | None
-) -> None:  # fmt: skip
+    spec: Attention,
+    shape: Shape,
+    schedule: Plan,
+    b: int,
+    h: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    watch: Watch | None,
+) -> None:
     """One head of one sequence: q (n_q, d), k (n_k, d), v (n_k, d_v) to out (n_q, d_v) and lse (n_q,)."""
     dtype, stored = lse.dtype, arrays.dtype_name(out)
     ops = numpy_ops(dtype)
@@ -65,7 +75,7 @@ def _one_head(
             cols = schedule.keys(j)
             # 2 s = q @ k.T
             s = q_tile @ arrays.widen(k[cols], dtype).T
-            env = schedule.shape.env(b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop))
+            env = shape.env(b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop))
             # 3 score
             if spec.score is not None:
                 s = np.broadcast_to(evaluate(spec.score, {**env, "S": s}, ops), s.shape)

@@ -14,10 +14,9 @@ from tilewise.expr import Loaded, OpTable
 
 def numpy_ops(dtype: npt.DTypeLike) -> OpTable:
     """Floats are computed in `dtype`; // and % floor, and for integers give 0 on division by 0."""
-    number = np.dtype(dtype).type
 
     def const(value: Any) -> Any:
-        return number(value) if isinstance(value, float) else value
+        return np.asarray(value, dtype)[()] if isinstance(value, float) else value
 
     def load(slot: Loaded, *index: Any) -> Array:
         values = read(slot, *index)
@@ -56,7 +55,7 @@ def numpy_ops(dtype: npt.DTypeLike) -> OpTable:
 def read(slot: Loaded, *index: Any) -> Array:
     """The array's values at these indices, each clamped to the array."""
     array = arrays.as_numpy(slot.array)
-    values = array[tuple(clamp(i, n) for i, n in zip(index, array.shape, strict=True))]
+    values: Array = array[tuple(clamp(i, n) for i, n in zip(index, array.shape, strict=True))]
     return values.astype(np.int64) if arrays.value_kind(slot.array) == "int" else values
 
 
