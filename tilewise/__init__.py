@@ -5,6 +5,7 @@ from tilewise.api import attention, attention_varlen, attention_vjp, explain, me
 from tilewise.dispatch import Unsupported
 from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Q, S, exp, load, log, maximum, minimum, tanh, where
 from tilewise.flex import from_mask_mod, from_score_mod
+from tilewise.picture import picture
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.text import ExpressionError, parse
 from tilewise.variants import alibi, bias, causal, dense, dilated, document, prefix, relative, softcap, t5, window
@@ -13,5 +14,5 @@ __all__ = [
     "HK", "KP", "NK", "NQ", "QP", "B", "Expr", "ExpressionError", "Grads", "H", "K", "Partial", "Q", "S", "Tile",
     "Unsupported", "__version__", "alibi", "attention", "attention_varlen", "attention_vjp", "bias", "causal", "dense",
     "dilated", "document", "exp", "explain", "from_mask_mod", "from_score_mod", "load", "log", "maximum", "merge",
-    "minimum", "parse", "prefix", "relative", "softcap", "t5", "tanh", "weights", "where", "window",
+    "minimum", "parse", "picture", "prefix", "relative", "softcap", "t5", "tanh", "weights", "where", "window",
 ]  # fmt: skip

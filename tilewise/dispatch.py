@@ -32,7 +32,15 @@ class Kernel(Protocol):
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial: ...
 
     def backward(
-        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None
+        self,
+        spec: Attention,
+        q: Any,
+        k: Any,
+        v: Any,
+        saved: Partial,
+        d_out: Any,
+        d_lse: Any = None,
+        tile: Tile | None = None,
     ) -> Grads: ...
 
 

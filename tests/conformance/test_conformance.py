@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.conformance.suite import check_backward, check_forward
 from tilewise import dispatch
 from tilewise.cases import Case, conformance
+from tilewise.contract import check_backward, check_forward
 from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
 
-# Tiles beside a system's own: smaller than the cases' shapes, wider than high and the other way round, dividing nothing.
+# Beside a system's own tile: smaller ones than the cases' shapes, wide and high, dividing nothing.
 TILES = {"numpy": (None, Tile(32, 48), Tile(61, 16))}
 RUNS = [(name, case, tile) for name in dispatch.NAMES for case in conformance() for tile in TILES.get(name, (None,))]
 

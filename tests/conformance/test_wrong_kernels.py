@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.conformance.suite import check_backward, check_forward
 from tilewise import expr as ex
-from tilewise import softmax
+from tilewise import schedule, softmax
 from tilewise.cases import Case
+from tilewise.contract import check_backward, check_forward
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.schedule import Kind, Runs
 from tilewise.softmax import State, finite
@@ -45,8 +46,9 @@ class Wrong(NumpyKernel):
 
     @contextmanager
     def _mistaken(self) -> Iterator[None]:
-        """The oracle must stay right, so the mistake lasts no longer than the kernel's own call."""
+        """The oracle must stay right, so the mistake lasts no longer than the kernel's own call, its plans included."""
         with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(schedule, "_cache", OrderedDict())
             if self.patch is not None:
                 monkeypatch.setattr(*self.patch)
             yield

@@ -1,7 +1,7 @@
 """The named variants: one small file each, each with a picture of itself (queries down, keys across).
 
-A picture shows the smallest case that tells the variant from the others: ■ a key the query sees, · one it does not;
-for scores, what is added to S (a darker cell is a larger number). `tilewise.picture.draw` makes them, a test compares.
+A picture shows a small case: ■ a key the query sees, · one it does not; for scores, what becomes of a score of 0 (a
+darker cell is a larger number). tw.picture draws them, and the tests run them as doctests.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """ALiBi: a penalty that grows with distance, at a slope of its own for each head."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,13 @@ MAX_HEADS = 65536
 def alibi(slopes: Any, grad: bool = False) -> Expr:
     """S - slope[head] * distance. slopes: (heads,) floats, or the number of heads for the published slopes.
 
-    ░ ▒ ▒ ▓ ▓ █
-    ░ ░ ▒ ▒ ▓ ▓
-    ░ ░ ░ ▒ ▒ ▓
+    >>> print(picture(alibi(8), 6, 6))
+    █ █ ▓ ▒ ░ ░
+    █ █ █ ▓ ▒ ░
+    ▓ █ █ █ ▓ ▒
+    ▒ ▓ █ █ █ ▓
+    ░ ▒ ▓ █ █ █
+    ░ ░ ▒ ▓ █ █
     """
     if isinstance(slopes, int):
         slope = load_slot(Loaded(published_slopes(slopes), constant=True), H)
@@ -24,6 +29,7 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
     return S - slope * abs(P - K)
 
 
+@cache
 def published_slopes(heads: int) -> Any:
     """Powers of 2 ** (-8 / heads); if heads is no power of 2, every other slope of the next power is added."""
     heads = min(whole("alibi", "the number of heads", heads, 1), MAX_HEADS + 1)

@@ -9,9 +9,9 @@ from tilewise.variants._checks import array
 def bias(values: Any, grad: bool = False) -> Expr:
     """S + values; their shape broadcasts to (batch, heads, queries, keys). -inf masks a key.
 
+    >>> print(picture(bias(np.array([[0.0, 1, 2, 3, 1, 2], [1, 2, 3, 0, 1, 2]])), 2, 6))
     ░ ▒ ▓ █ ▒ ▓
     ▒ ▓ █ ░ ▒ ▓
-    ▓ █ ░ ▒ ▓ █
     """
     values = array("bias", "values", values, "float", range(1, 5))
     return S + load(values, *broadcast_index(values, (B, H, Q, K)), grad=grad)

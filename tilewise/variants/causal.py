@@ -7,6 +7,7 @@ from tilewise.variants._checks import P
 def causal() -> Expr:
     """Keys at or before the query.
 
+    >>> print(picture(causal(), 4, 6))
     ■ ■ ■ · · ·
     ■ ■ ■ ■ · ·
     ■ ■ ■ ■ ■ ·

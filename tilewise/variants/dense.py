@@ -10,9 +10,9 @@ from tilewise.variants.bias import broadcast_index
 def dense(mask: Any) -> Expr:
     """Keys where the array is True; its shape broadcasts to (batch, heads, queries, keys).
 
+    >>> print(picture(dense(np.array([[1, 0, 1, 1, 0, 1], [0, 1, 0, 1, 1, 0]]) > 0), 2, 6))
     ■ · ■ ■ · ■
     · ■ · ■ ■ ·
-    ■ ■ ■ · · ■
     """
     mask = array("dense", "mask", mask, "bool", range(1, 5))
     return load(mask, *broadcast_index(mask, (B, H, Q, K)))

@@ -7,6 +7,7 @@ from tilewise.variants._checks import P, whole
 def dilated(step: int) -> Expr:
     """Keys whose distance from the query is a multiple of step.
 
+    >>> print(picture(dilated(3), 6, 6))
     ■ · · ■ · ·
     · ■ · · ■ ·
     · · ■ · · ■

@@ -9,6 +9,7 @@ from tilewise.variants._checks import array
 def document(ids: Any, k_ids: Any = None) -> Expr:
     """Keys whose id equals the query's. ids: integers, (n,) or (batch, n); k_ids: the keys' own, if they differ.
 
+    >>> print(picture(document(np.array([0, 0, 0, 1, 1, 2])), 6, 6))
     ■ ■ ■ · · ·
     ■ ■ ■ · · ·
     ■ ■ ■ · · ·

@@ -7,6 +7,7 @@ from tilewise.variants._checks import whole
 def prefix(n: int) -> Expr:
     """The first n keys.
 
+    >>> print(picture(prefix(2), 3, 6))
     ■ ■ · · · ·
     ■ ■ · · · ·
     ■ ■ · · · ·

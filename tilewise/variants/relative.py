@@ -11,12 +11,18 @@ def relative(table: Any, signed: bool = False, grad: bool = False) -> Expr:
 
     signed: the table has 2 * m + 1 entries, for key positions from m before the query to m after it.
 
+    >>> print(picture(relative(np.array([3.0, 2, 1, 0])), 6, 6))
     █ ▓ ▒ ░ ░ ░
     ▓ █ ▓ ▒ ░ ░
     ▒ ▓ █ ▓ ▒ ░
+    ░ ▒ ▓ █ ▓ ▒
+    ░ ░ ▒ ▓ █ ▓
+    ░ ░ ░ ▒ ▓ █
     """
     table = array("relative", "table", table, "float", range(1, 3))
     size = table.shape[-1]
+    if size == 0:
+        raise ValueError("relative: table must have at least one entry, got none")
     if signed and size % 2 == 0:
         raise ValueError(f"relative: a signed table has an odd number of entries (2 * m + 1), got {size}")
     if signed:

@@ -7,6 +7,7 @@ from tilewise.variants._checks import P, whole
 def window(left: int, right: int | None = None) -> Expr:
     """Keys from `left` before the query to `right` after it, both inclusive; window(n) is window(n, n).
 
+    >>> print(picture(window(2, 1), 6, 6))
     ■ ■ · · · ·
     ■ ■ ■ · · ·
     ■ ■ ■ ■ · ·
