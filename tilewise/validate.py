@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays, schedule
-from tilewise.expr import BOOL, Expr, Loaded, as_float, nodes, variables
+from tilewise.expr import BOOL, Expr, as_float, nodes, variables
 from tilewise.spec import Attention, Lengths, Shape
 from tilewise.variants import bias, causal, dense
 
@@ -75,7 +75,7 @@ def prepare(
             )
     q, k, v = (_expand(x, rank) for x in (q, k, v))
     _check_sizes(q, k, v)
-    spec = _spec(q, causal, mask, score, scale, sinks, batch_invariant, rank)
+    spec = _spec(q, k, causal, mask, score, scale, sinks, batch_invariant, rank)
     return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, rank))
 
 
@@ -105,7 +105,7 @@ def prepare_varlen(
         raise TypeError("mask: packed sequences take an expression; read an array with tw.load(array, tw.QP, ...)")
     q, k, v = (_expand(x, PACKED) for x in (q, k, v))
     _check_sizes(q, k, v)
-    spec = _spec(q, causal, mask, score, scale, sinks, batch_invariant, 4, lengths)
+    spec = _spec(q, k, causal, mask, score, scale, sinks, batch_invariant, PACKED, lengths)
     return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, PACKED))
 
 
@@ -160,6 +160,7 @@ def _scale(scale: Any, q: Any) -> float:
 
 def _spec(
     q: Any,
+    k: Any,
     causal_: Any,
     mask: Any,
     score: Any,
@@ -172,12 +173,12 @@ def _spec(
     for name, flag in (("causal", causal_), ("batch_invariant", batch_invariant)):
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name}: expected True or False, got {flag!r}")
-    score_expr = _score(score)
+    score_expr = score_expression(score)
     mask_expr: Expr | None = None
     if isinstance(mask, Expr):
-        mask_expr = _mask_expression(mask)
+        mask_expr = mask_expression(mask)
     elif mask is not None:
-        aligned = _aligned_mask(mask, rank)
+        aligned = _aligned_mask(mask, rank, (*q.shape[:3], k.shape[2]))
         if arrays.value_kind(mask) == "bool":
             mask_expr = dense(aligned)
         else:
@@ -190,7 +191,7 @@ def _spec(
     )
 
 
-def _score(score: Any) -> Expr | None:
+def score_expression(score: Any) -> Expr | None:
     if score is None:
         return None
     if not isinstance(score, Expr):
@@ -201,7 +202,7 @@ def _score(score: Any) -> Expr | None:
     return as_float(score)
 
 
-def _mask_expression(mask: Expr) -> Expr:
+def mask_expression(mask: Expr) -> Expr:
     if mask.kind != BOOL:
         raise TypeError(f"mask: expected a condition such as tw.causal(), got the number {mask!r}; pass it as score")
     if "S" in variables(mask):
@@ -209,7 +210,7 @@ def _mask_expression(mask: Expr) -> Expr:
     return mask
 
 
-def _aligned_mask(mask: Any, rank: int) -> Any:
+def _aligned_mask(mask: Any, rank: int, scores: tuple[int, ...]) -> Any:
     """A caller's mask array, with the axis for heads that three-dimensional inputs do not have."""
     if not arrays.is_array(mask):
         advice = "; wrap a FlexAttention function in tw.from_mask_mod(fn)" if callable(mask) else ""
@@ -223,7 +224,11 @@ def _aligned_mask(mask: Any, rank: int) -> Any:
         raise ValueError(
             f"mask: expected 1 to {rank} dimensions for {_LAYOUTS[rank]} inputs, got shape {tuple(mask.shape)}"
         )
-    return mask[:, None] if rank == 3 and len(mask.shape) == 3 else mask
+    aligned = mask[:, None] if rank == 3 and len(mask.shape) == 3 else mask
+    if any(have not in (1, want) for have, want in zip(aligned.shape[::-1], scores[::-1], strict=False)):
+        layout = scores[2:] if rank == 2 else (scores[0], *scores[2:]) if rank == 3 else scores
+        raise ValueError(f"mask: expected a shape that broadcasts to the scores' {layout}, got {tuple(mask.shape)}")
+    return aligned
 
 
 def _sinks(sinks: Any, q: Any) -> Any:
@@ -260,46 +265,44 @@ def _cumulative(name: str, lengths: Any, packed: Any, what: str) -> np.ndarray[A
 
 def _checked(call: Call) -> Call:
     """Check what the variant reads against the sizes of the call."""
-    longest = call.shape
-    for part, _, _ in call.shape.sequences(call.spec.lengths):
-        longest = part if call.spec.lengths is None or part.n_q * part.n_k > longest.n_q * longest.n_k else longest
-    for expr in call.spec.expressions:
-        for node in nodes(expr):
-            if node.op == "load":
-                _check_device(call, node.payload)
-                _check_load(call, node)
-        schedule.check_integers(expr, longest)
+    for slot in call.spec.loaded:
+        found = arrays.device_name(slot.array)
+        if found != call.shape.device and not slot.constant:
+            raise ValueError(
+                f"a loaded array (mask, bias, table ...) is on {found} and q on {call.shape.device}; "
+                "move it there yourself: nothing is copied between devices silently"
+            )
+    check_variant(call.spec, call.shape)
     return call
 
 
-def _check_device(call: Call, slot: Loaded) -> None:
-    found = arrays.device_name(slot.array)
-    if found != call.shape.device and not slot.constant:
-        raise ValueError(
-            f"a loaded array (mask, bias, table ...) is on {found} and q on {call.shape.device}; "
-            "move it there yourself: nothing is copied between devices silently"
-        )
-
-
-def _check_load(call: Call, node: Expr) -> None:
-    """An index that is a plain variable must fit the array exactly; a packed call's positions may be fewer."""
-    shape, lengths = call.shape, call.spec.lengths
+def check_variant(spec: Attention, shape: Shape) -> None:
+    """Refuse arrays that do not fit the shape, and shapes at which the variant's integers would overflow."""
     batch, n_q, n_k = shape.batch, shape.total_q, shape.total_k
-    if lengths is not None:
-        batch = len(lengths.q) - 1
-        n_q, n_k = (int(np.max(np.diff(x), initial=0)) for x in (lengths.q, lengths.k))
-    expected = {
+    if spec.lengths is not None:
+        batch = len(spec.lengths.q) - 1
+        n_q, n_k = (int(np.max(np.diff(x), initial=0)) for x in (spec.lengths.q, spec.lengths.k))
+    sizes = {
         "B": batch, "H": shape.heads, "HK": shape.heads_k, "Q": n_q, "K": n_k,
         "QP": shape.n_q, "KP": shape.n_k,
     }  # fmt: skip
+    for expr in spec.expressions:
+        for node in nodes(expr):
+            if node.op == "load":
+                _check_load(node, sizes, packed=spec.lengths is not None)
+        schedule.check_integers(expr, shape)
+
+
+def _check_load(node: Expr, sizes: dict[str, int], packed: bool) -> None:
+    """An index that is a plain variable must fit the array exactly; packed sequences may be shorter than a table."""
+    found = tuple(node.payload.array.shape)
     for axis, index in enumerate(node.args):
-        if index.op != "var" or index.payload not in expected:
+        want = sizes.get(index.payload) if index.op == "var" else None
+        if want is None or found[axis] == want:
             continue
-        size, want = node.payload.array.shape[axis], expected[index.payload]
-        longer_is_fine = lengths is not None and index.payload in ("Q", "K")
-        if size < want or (size > want and not longer_is_fine):
-            sizes = f"batch {batch}, heads {shape.heads}, queries {n_q}, keys {n_k}"
+        if not (packed and index.payload in ("Q", "K") and found[axis] > want):
+            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(
-                f"a loaded array (mask, bias, table ...) is read as {node!r} and has shape "
-                f"{tuple(node.payload.array.shape)}: expected {want} along axis {axis}, got {size} ({sizes})"
+                f"a loaded array (mask, bias, table ...) is read as {node!r} and has shape {found}: expected {want} along "
+                f"axis {axis}, got {found[axis]} (sizes: {told})"
             )

@@ -1,0 +1,168 @@
+"""`tilewise demo`: is it exact, and what does tiling bring? The first thing a new user runs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import tilewise as tw
+from tilewise import dispatch
+from tilewise.cases import Case
+from tilewise.cli import UserError, compare, trace
+from tilewise.cli.compare import Measured
+from tilewise.cli.terminal import log_bars, progress, table
+from tilewise.contract import ContractError, check_forward
+from tilewise.explanation import size
+from tilewise.spec import Tile
+
+VARIANTS = (
+    "full", "causal", "causal window", "prefix", "document", "dense", "alibi", "relative", "t5", "softcap", "bias",
+    "sinks", "all at once",
+)  # fmt: skip
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "demo",
+        help="check every kernel system, compare tiled with standard attention",
+        description="Checks every kernel system against a float64 reference, then compares time and memory of standard "
+        "attention (which stores the n x n matrix) with tiled attention over growing sequences. Under a minute.",
+    )
+    parser.add_argument("--kernel", metavar="NAME", help=f"show one kernel system: {', '.join(dispatch.NAMES)}")
+    parser.add_argument("--trace", action="store_true", help="print the tile steps of a small case instead")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    names = _systems(args.kernel)
+    if args.trace:
+        print(trace.text())
+        return 0
+    print(f"Tilewise {tw.__version__}: exact attention, computed tile by tile")
+    print(f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} processors\n")
+    passed = _exactness(names)
+    _sample(names[0])
+    rows = compare.on_cpu(names)
+    _report("Standard attention stores the n x n matrix; tiled attention never does (1 head, d = 64, float32, CPU)", rows)
+    for title, gpu_rows in compare.on_gpu():
+        _report(title, gpu_rows)
+    _meaning(rows, passed)
+    return 0 if passed else 1
+
+
+def _systems(wanted: str | None) -> list[str]:
+    """The kernel systems to show: those that run here, or the one named."""
+    if wanted is None:
+        return [name for name in dispatch.NAMES if dispatch.kernel(name).unavailable() is None]
+    if wanted not in dispatch.NAMES:
+        raise UserError(f"--kernel: expected one of {', '.join(dispatch.NAMES)}, got {wanted!r}")
+    reason = dispatch.kernel(wanted).unavailable()
+    if reason is not None:
+        raise UserError(f"--kernel {wanted}: {reason}")
+    return [wanted]
+
+
+def _exactness(names: list[str]) -> bool:
+    """A line for each system and variant; True if all are within the contract."""
+    print("Is it exact? The largest error against dense float64 attention, on shapes that no tile divides:")
+    passed = True
+    for name in names:
+        for variant in VARIANTS:
+            progress(f"checking {name}: {variant}")
+            line, ok = _check(name, variant)
+            progress()
+            print(line)
+            passed &= ok
+    print()
+    return passed
+
+
+def _check(name: str, variant: str) -> tuple[str, bool]:
+    case = Case(variant, "ragged")
+    kernel = dispatch.kernel(name)
+    call = case.inputs().call()
+    reason = kernel.unsupported(call.spec, call.shape)
+    if reason is not None:
+        return f"  - {name:8} {variant:16} unsupported: {reason}", True
+    try:
+        error = check_forward(kernel, case, Tile(32, 32))
+    except ContractError as found:
+        return f"  ✗ {name:8} {variant:16} {found}", False
+    return f"  ✓ {name:8} {variant:16} max error {error:.1e}", True
+
+
+def _sample(name: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((16, 64), dtype=np.float32) for _ in range(3))
+    out = tw.attention(q, k, v, causal=True, kernel=name)
+    print("One result, tw.attention(q, k, v, causal=True) on 16 queries and keys:")
+    print(f"  output shape: {list(out.shape)}")
+    print(f"  last row begins: {'  '.join(f'{x:.3f}' for x in out[-1, :8])}\n")
+
+
+def _report(title: str, rows: list[compare.Row]) -> None:
+    print(title)
+    header = ["n", "standard", "tiled", "speed-up", "standard memory", "tiled memory", "full matrix", "tiles"]
+    print(table(header, [_cells(row) for row in rows]))
+    for row in rows:
+        for side, result in (("standard", row.standard), ("tiled", row.tiled)):
+            if isinstance(result, str):
+                print(f"  n = {row.label}, {side}: {result}")
+    print()
+    items = []
+    for row in rows:
+        for side, result in (("standard", row.standard), ("tiled   ", row.tiled)):
+            if isinstance(result, Measured) and result.bytes > 0:
+                items.append((f"{row.label:>16} {side}", float(result.bytes), size(result.bytes)))
+    if items:
+        print("memory beyond the inputs, on a logarithmic scale")
+        print(f"{log_bars(items)}\n")
+
+
+def _cells(row: compare.Row) -> list[str]:
+    both = isinstance(row.standard, Measured) and isinstance(row.tiled, Measured)
+    speed_up = f"{row.standard.seconds / row.tiled.seconds:.2f}x" if both else "-"  # type: ignore[union-attr]
+    return [
+        row.label, *(_time(x) for x in (row.standard, row.tiled)), speed_up,
+        *(_memory(x) for x in (row.standard, row.tiled)), size(row.matrix_bytes), size(row.tile_bytes),
+    ]  # fmt: skip
+
+
+def _time(result: Measured | str) -> str:
+    return f"{result.seconds * 1e3:.1f} ms" if isinstance(result, Measured) else "-"
+
+
+def _memory(result: Measured | str) -> str:
+    return size(result.bytes) if isinstance(result, Measured) else "-"
+
+
+def _meaning(rows: list[compare.Row], passed: bool) -> None:
+    """What the numbers say, computed from them."""
+    print("What it means")
+    both = [r for r in rows if isinstance(r.standard, Measured) and isinstance(r.tiled, Measured)]
+    if len(both) > 1:
+        first, last = both[0], both[-1]
+        print(
+            f"  From n = {first.n} to {last.n} ({last.n // first.n}x), standard attention's memory grew "
+            f"{last.standard.bytes / first.standard.bytes:,.0f}x, tiled attention's "  # type: ignore[union-attr]
+            f"{last.tiled.bytes / first.tiled.bytes:,.1f}x: O(n^2) against O(n)."  # type: ignore[union-attr]
+        )
+        print(
+            f"  At n = {last.n} tiled attention needed {last.standard.bytes / last.tiled.bytes:,.0f}x less memory, and "  # type: ignore[union-attr]
+            f"{_speed(last.standard.seconds / last.tiled.seconds)}."  # type: ignore[union-attr]
+        )
+    beyond = [r for r in rows if isinstance(r.standard, str) and isinstance(r.tiled, Measured)]
+    if beyond:
+        print(f"  At n = {beyond[-1].label} the full matrix would take {size(beyond[-1].matrix_bytes)}; the tiles just run.")
+    print(f"  The results are {'exact: every check passed.' if passed else 'NOT all exact: see the ✗ lines above.'}")
+    print("  Next: `tilewise plan --mask 'causal() & window(512)' --n 8192`, `tilewise demo --trace`, `tilewise bench`.")
+
+
+def _speed(ratio: float) -> str:
+    return f"was {ratio:.1f}x as fast" if ratio >= 1 else f"took {1 / ratio:.1f}x as long"

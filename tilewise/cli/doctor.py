@@ -1,0 +1,64 @@
+"""`tilewise doctor`: which kernel systems work here, and what the others need."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from tilewise import dispatch
+from tilewise._version import __version__
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="which kernel systems work here, and what the others need",
+        description="Shows this machine, each kernel system (usable, or why not and what to install), and the optional "
+        "packages. Exit code 1 if no kernel system is usable.",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    print(f"tilewise {__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
+    print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors\n")
+    print("kernel systems, in the order `auto` tries them")
+    reasons = {name: dispatch.kernel(name).unavailable() for name in dispatch.NAMES}
+    for name, reason in reasons.items():
+        mark, text = ("✓", dispatch.kernel(name).summary) if reason is None else ("✗", reason)
+        print(f"  {mark} {name:10} {text}")
+    print("\noptional packages")
+    for package, use, extra in (
+        ("torch", "PyTorch tensors and autograd; the first peer of the benchmarks", "torch"),
+        ("matplotlib", "plots of the benchmarks", "bench"),
+    ):
+        print(f"  {_package(package, use, extra)}")
+    print(f"\n{_gpu()}")
+    return 0 if None in reasons.values() else 1
+
+
+def _package(package: str, use: str, extra: str) -> str:
+    if find_spec(package) is None:
+        return f"✗ {package:10} {use}: pip install 'tilewise[{extra}]'"
+    try:
+        return f"✓ {package:10} {version(package)}: {use}"
+    except PackageNotFoundError:
+        return f"✓ {package:10} {use}"
+
+
+def _gpu() -> str:
+    """What PyTorch sees; without PyTorch nothing is asked."""
+    if find_spec("torch") is None:
+        return "GPU: not looked for (PyTorch is not installed)"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "GPU: none that PyTorch can use"
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return f"GPU: {names}"
