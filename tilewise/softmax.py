@@ -37,7 +37,8 @@ class State:
         new_max = np.maximum(self.row_max, s.max(axis=-1, initial=-np.inf))
         shift = finite(new_max)
         rescale = np.exp(self.row_max - shift)
-        p = np.exp(s - shift[..., None])
+        p = s - shift[..., None]
+        np.exp(p, out=p)
         self.row_sum = self.row_sum * rescale + p.sum(axis=-1)
         self.acc = self.acc * rescale[..., None] + p @ v
         self.row_max = new_max

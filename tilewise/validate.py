@@ -303,6 +303,6 @@ def _check_load(node: Expr, sizes: dict[str, int], packed: bool) -> None:
         if not (packed and index.payload in ("Q", "K") and found[axis] > want):
             told = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(
-                f"a loaded array (mask, bias, table ...) is read as {node!r} and has shape {found}: expected {want} along "
-                f"axis {axis}, got {found[axis]} (sizes: {told})"
+                f"a loaded array (mask, bias, table ...) is read as {node!r} and has shape {found}: "
+                f"expected {want} along axis {axis}, got {found[axis]} (sizes: {told})"
             )

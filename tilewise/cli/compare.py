@@ -8,7 +8,9 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from tilewise import dispatch, lab, schedule
 from tilewise.cli.terminal import progress
 from tilewise.explanation import size
 from tilewise.expr import Expr
-from tilewise.spec import Attention, Shape
+from tilewise.spec import Attention, Shape, Tile
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 BEYOND = 131072  # with a window: tiles skip what the full matrix would have to store
@@ -43,23 +45,106 @@ class Row:
     matrix_bytes: int
     tile_bytes: int
 
+    @property
+    def both(self) -> tuple[Measured, Measured] | None:
+        """Standard and tiled, if both ran."""
+        if isinstance(self.standard, Measured) and isinstance(self.tiled, Measured):
+            return self.standard, self.tiled
+        return None
+
 
 def on_cpu(names: list[str]) -> list[Row]:
     """The first of these kernel systems that works in main memory, beside standard attention in NumPy."""
     name = next((n for n in names if dispatch.kernel(n).unsupported(*_problem(1, None)) is None), names[0])
     rows = []
     for n, mask in [*((n, None) for n in LENGTHS), (BEYOND, tw.window(WINDOW))]:
-        label = f"{n}" if mask is None else f"{n}, window({WINDOW})"
-        progress(f"standard against tiled attention: n = {label}")
+        progress(f"standard against tiled attention: n = {n}")
         rng = np.random.default_rng(n)
         q, k, v = (rng.standard_normal((n, D), dtype=np.float32) for _ in range(3))
+        standard: Measured | str = _too_large(4 * n * n, _free_memory())
+        if not standard:
+            standard = _measure(partial(lab.standard_attention, q, k, v))
+        tiled = _measure(partial(tw.attention, q, k, v, mask=mask, kernel=name))
         spec, shape = _problem(n, mask)
         plan = schedule.plan(spec, shape, dispatch.kernel(name).default_tile(spec, shape))
-        rows.append(
-            Row(
-                n, label, _standard(q, k, v), _measure(_Attention(q, k, v, mask, name)),
-                plan.bytes_matrix, plan.bytes_on_chip,
-            )  # fmt: skip
-        )
+        label = f"{n}" if mask is None else f"{n}, window({WINDOW})"
+        rows.append(Row(n, label, standard, tiled, plan.bytes_matrix, plan.bytes_on_chip))
     progress()
     return rows
+
+
+def on_gpu() -> Iterator[tuple[str, list[Row]]]:
+    """The same on a GPU, if PyTorch sees one; running out of memory is a result, not a failure."""
+    if find_spec("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    rows = []
+    for n in (*LENGTHS, 2 * LENGTHS[-1], 4 * LENGTHS[-1], 8 * LENGTHS[-1]):
+        progress(f"on the GPU: n = {n}")
+        q, k, v = torch.randn(3, 1, 8, n, D, device="cuda", dtype=torch.bfloat16)
+        standard = _measure_gpu(torch, lambda q=q, k=k, v=v: torch.softmax(q @ k.mT * D**-0.5, dim=-1) @ v)
+        tiled = _measure_gpu(torch, lambda q=q, k=k, v=v: tw.attention(q, k, v))
+        plan = schedule.plan(Attention(D**-0.5), Shape(1, 8, 8, n, n, D, D, "bfloat16"), Tile())
+        rows.append(Row(n, f"{n}", standard, tiled, plan.bytes_matrix, plan.bytes_on_chip))
+    progress()
+    yield f"The same on {torch.cuda.get_device_name()} (8 heads, d = {D}, bfloat16)", rows
+
+
+def _problem(n: int, mask: Expr | None) -> tuple[Attention, Shape]:
+    return Attention(D**-0.5, mask), Shape(1, 1, 1, n, n, D, D)
+
+
+def _measure(call: Callable[[], Any]) -> Measured:
+    """Median time of up to three runs, and the most memory NumPy held at once in one of them."""
+    seconds = []
+    while len(seconds) < 3 and sum(seconds) < 1.0:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    tracemalloc.start()
+    try:
+        call()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    return Measured(statistics.median(seconds), peak)
+
+
+def _measure_gpu(torch: Any, call: Callable[[], Any]) -> Measured | str:
+    """Median time of five runs and peak memory on the GPU, or why it did not run."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    try:
+        call()
+        seconds = []
+        for _ in range(5):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    except torch.OutOfMemoryError:
+        return f"out of memory on the GPU ({size(torch.cuda.get_device_properties(0).total_memory)} in all)"
+    except tw.Unsupported as error:
+        return str(error).replace("\n", " ")
+    return Measured(statistics.median(seconds), torch.cuda.max_memory_allocated() - before)
+
+
+def _too_large(matrix: int, free: int) -> str:
+    """Why standard attention is not tried: it holds the scores and the weights, two matrices at the least."""
+    if 2 * matrix <= free // 2:
+        return ""
+    return f"not run: two matrices of {size(matrix)} do not fit comfortably into {size(free)} of free memory"
+
+
+def _free_memory() -> int:
+    """Memory that can be had now, or half of what there is where the system does not say."""
+    try:
+        with Path("/proc/meminfo").open() as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

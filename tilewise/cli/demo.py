@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import platform
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,7 +47,9 @@ def run(args: argparse.Namespace) -> int:
     passed = _exactness(names)
     _sample(names[0])
     rows = compare.on_cpu(names)
-    _report("Standard attention stores the n x n matrix; tiled attention never does (1 head, d = 64, float32, CPU)", rows)
+    _report(
+        "Standard attention stores the n x n matrix; tiled attention never does (1 head, d = 64, float32, CPU)", rows
+    )
     for title, gpu_rows in compare.on_gpu():
         _report(title, gpu_rows)
     _meaning(rows, passed)
@@ -126,8 +126,7 @@ def _report(title: str, rows: list[compare.Row]) -> None:
 
 
 def _cells(row: compare.Row) -> list[str]:
-    both = isinstance(row.standard, Measured) and isinstance(row.tiled, Measured)
-    speed_up = f"{row.standard.seconds / row.tiled.seconds:.2f}x" if both else "-"  # type: ignore[union-attr]
+    speed_up = f"{row.both[0].seconds / row.both[1].seconds:.2f}x" if row.both else "-"
     return [
         row.label, *(_time(x) for x in (row.standard, row.tiled)), speed_up,
         *(_memory(x) for x in (row.standard, row.tiled)), size(row.matrix_bytes), size(row.tile_bytes),
@@ -145,23 +144,21 @@ def _memory(result: Measured | str) -> str:
 def _meaning(rows: list[compare.Row], passed: bool) -> None:
     """What the numbers say, computed from them."""
     print("What it means")
-    both = [r for r in rows if isinstance(r.standard, Measured) and isinstance(r.tiled, Measured)]
-    if len(both) > 1:
-        first, last = both[0], both[-1]
+    ran = [(row.n, *row.both) for row in rows if row.both]
+    if len(ran) > 1:
+        (n_first, standard_first, tiled_first), (n, standard, tiled) = ran[0], ran[-1]
         print(
-            f"  From n = {first.n} to {last.n} ({last.n // first.n}x), standard attention's memory grew "
-            f"{last.standard.bytes / first.standard.bytes:,.0f}x, tiled attention's "  # type: ignore[union-attr]
-            f"{last.tiled.bytes / first.tiled.bytes:,.1f}x: O(n^2) against O(n)."  # type: ignore[union-attr]
+            f"  From n = {n_first} to {n} ({n // n_first}x), standard attention's memory grew "
+            f"{standard.bytes / standard_first.bytes:,.0f}x, tiled attention's {tiled.bytes / tiled_first.bytes:,.1f}x: "
+            "O(n^2) against O(n)."
         )
-        print(
-            f"  At n = {last.n} tiled attention needed {last.standard.bytes / last.tiled.bytes:,.0f}x less memory, and "  # type: ignore[union-attr]
-            f"{_speed(last.standard.seconds / last.tiled.seconds)}."  # type: ignore[union-attr]
-        )
-    beyond = [r for r in rows if isinstance(r.standard, str) and isinstance(r.tiled, Measured)]
-    if beyond:
-        print(f"  At n = {beyond[-1].label} the full matrix would take {size(beyond[-1].matrix_bytes)}; the tiles just run.")
+        less, faster = standard.bytes / tiled.bytes, standard.seconds / tiled.seconds
+        print(f"  At n = {n} tiled attention needed {less:,.0f}x less memory, and {_speed(faster)}.")
+    for row in rows:
+        if isinstance(row.standard, str) and isinstance(row.tiled, Measured):
+            print(f"  At n = {row.label} the full matrix would take {size(row.matrix_bytes)}; the tiles just run.")
     print(f"  The results are {'exact: every check passed.' if passed else 'NOT all exact: see the ✗ lines above.'}")
-    print("  Next: `tilewise plan --mask 'causal() & window(512)' --n 8192`, `tilewise demo --trace`, `tilewise bench`.")
+    print("  Next: tilewise plan --mask 'causal() & window(512)' --n 8192; tilewise demo --trace; tilewise bench")
 
 
 def _speed(ratio: float) -> str:

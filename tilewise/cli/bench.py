@@ -1,0 +1,4 @@
+from typing import Any
+
+
+def add_parser(commands: Any) -> None: ...
