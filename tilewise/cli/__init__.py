@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from tilewise._version import __version__
+
+COMMANDS = ("demo", "doctor", "plan", "bench")
 
 
 class UserError(Exception):
@@ -14,8 +17,6 @@ class UserError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from tilewise.cli import bench, demo, doctor, plan
-
     parser = argparse.ArgumentParser(
         prog="tilewise",
         description="Exact attention, computed tile by tile.",
@@ -23,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for command in (demo, doctor, plan, bench):
-        command.add_parser(commands)
+    for name in COMMANDS:
+        import_module(f"tilewise.cli.{name}").add_parser(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))

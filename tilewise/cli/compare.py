@@ -85,8 +85,8 @@ def on_gpu() -> Iterator[tuple[str, list[Row]]]:
     for n in (*LENGTHS, 2 * LENGTHS[-1], 4 * LENGTHS[-1], 8 * LENGTHS[-1]):
         progress(f"on the GPU: n = {n}")
         q, k, v = torch.randn(3, 1, 8, n, D, device="cuda", dtype=torch.bfloat16)
-        standard = _measure_gpu(torch, lambda q=q, k=k, v=v: torch.softmax(q @ k.mT * D**-0.5, dim=-1) @ v)
-        tiled = _measure_gpu(torch, lambda q=q, k=k, v=v: tw.attention(q, k, v))
+        standard = _measure_gpu(torch, partial(_standard_gpu, torch, q, k, v))
+        tiled = _measure_gpu(torch, partial(tw.attention, q, k, v))
         plan = schedule.plan(Attention(D**-0.5), Shape(1, 8, 8, n, n, D, D, "bfloat16"), Tile())
         rows.append(Row(n, f"{n}", standard, tiled, plan.bytes_matrix, plan.bytes_on_chip))
     progress()
@@ -113,14 +113,18 @@ def _measure(call: Callable[[], Any]) -> Measured:
     return Measured(statistics.median(seconds), peak)
 
 
+def _standard_gpu(torch: Any, q: Any, k: Any, v: Any) -> Any:
+    return torch.softmax(q @ k.mT * D**-0.5, dim=-1) @ v
+
+
 def _measure_gpu(torch: Any, call: Callable[[], Any]) -> Measured | str:
     """Median time of five runs and peak memory on the GPU, or why it did not run."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
+    seconds: list[float] = []
     try:
         call()
-        seconds = []
         for _ in range(5):
             torch.cuda.synchronize()
             start = time.perf_counter()

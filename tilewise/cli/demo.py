@@ -149,8 +149,8 @@ def _meaning(rows: list[compare.Row], passed: bool) -> None:
         (n_first, standard_first, tiled_first), (n, standard, tiled) = ran[0], ran[-1]
         print(
             f"  From n = {n_first} to {n} ({n // n_first}x), standard attention's memory grew "
-            f"{standard.bytes / standard_first.bytes:,.0f}x, tiled attention's {tiled.bytes / tiled_first.bytes:,.1f}x: "
-            "O(n^2) against O(n)."
+            f"{standard.bytes / standard_first.bytes:,.0f}x, tiled attention's "
+            f"{tiled.bytes / tiled_first.bytes:,.1f}x: O(n^2) against O(n)."
         )
         less, faster = standard.bytes / tiled.bytes, standard.seconds / tiled.seconds
         print(f"  At n = {n} tiled attention needed {less:,.0f}x less memory, and {_speed(faster)}.")
