@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from tilewise import dispatch
 from tilewise.schedule import Kind, Plan, plan
 from tilewise.spec import Attention, Shape
@@ -71,12 +73,20 @@ def describe_plan(p: Plan) -> str:
 
 
 def tile_map(p: Plan, b: int = 0, h: int = 0) -> str:
-    """The grid of tiles as text: · EMPTY, ▒ PARTIAL, █ FULL; a large grid is sampled."""
+    """The grid of tiles as text: · EMPTY, ▒ PARTIAL, █ FULL. In a large grid a cell stands for a block of tiles."""
     kinds = p.kinds(b, h)
-    rows, cols = (range(0, n, -(-n // MAX_MAP)) for n in kinds.shape) if kinds.size else (range(0), range(0))
-    lines = ["".join(_SHADES[Kind(int(kinds[i, j]))] for j in cols) for i in rows]
-    sampled = f" (every {rows.step} x {cols.step} tiles shown)" if kinds.size and max(rows.step, cols.step) > 1 else ""
-    return "\n".join([*lines, f"queries down, keys across: · EMPTY  ▒ PARTIAL  █ FULL{sampled}"])
+    legend = "queries down, keys across: · EMPTY  ▒ PARTIAL  █ FULL"
+    if not kinds.size:
+        return f"no tiles\n{legend}"
+    steps = [-(-n // MAX_MAP) for n in kinds.shape]
+    least, most = kinds, kinds
+    for axis, step in enumerate(steps):
+        edges = np.arange(0, kinds.shape[axis], step)
+        least, most = np.minimum.reduceat(least, edges, axis), np.maximum.reduceat(most, edges, axis)
+    cells = np.where(least == most, least, Kind.PARTIAL)
+    lines = ["".join(_SHADES[Kind(int(cell))] for cell in row) for row in cells]
+    blocks = f" (a cell is {steps[0]} x {steps[1]} tiles)" if max(steps) > 1 else ""
+    return "\n".join([*lines, legend + blocks])
 
 
 def size(n: float) -> str:

@@ -99,7 +99,7 @@ def _problem(n: int, mask: Expr | None) -> tuple[Attention, Shape]:
 
 def _measure(call: Callable[[], Any]) -> Measured:
     """Median time of up to three runs, and the most memory NumPy held at once in one of them."""
-    seconds = []
+    seconds: list[float] = []
     while len(seconds) < 3 and sum(seconds) < 1.0:
         start = time.perf_counter()
         call()

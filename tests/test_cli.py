@@ -1,0 +1,182 @@
+"""The command line as a user meets it: what it prints, its exit codes, and no traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tilewise import cli, dispatch
+from tilewise.cli import compare, demo, terminal, trace
+from tilewise.kernels.numpy import NumpyKernel
+from tilewise.spec import Partial
+
+
+@pytest.fixture
+def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "LENGTHS", (64, 256))
+    monkeypatch.setattr(compare, "BEYOND", 1024)
+
+
+def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_demo(capsys: pytest.CaptureFixture[str], short_demo: None) -> None:
+    code, out, err = _run(capsys, "demo")
+    assert code == 0
+    assert err == "", "progress stays quiet when stderr is not a terminal"
+    assert out.count("✓ numpy") == len(demo.VARIANTS)
+    assert "✗" not in out
+    assert "output shape: [16, 64]" in out
+    assert "What it means" in out
+    assert "every check passed" in out
+
+
+def test_demo_of_one_kernel(capsys: pytest.CaptureFixture[str], short_demo: None) -> None:
+    assert _run(capsys, "demo", "--kernel", "numpy")[0] == 0
+    code, _, err = _run(capsys, "demo", "--kernel", "abacus")
+    assert code == 2
+    assert "--kernel: expected one of numpy" in err
+
+
+def test_demo_shows_a_wrong_kernel(
+    capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(NumpyKernel):
+        def forward(self, *args: object, **options: object) -> Partial:
+            done = super().forward(*args, **options)  # type: ignore[arg-type]
+            return Partial(done.out * np.float32(1.001), done.lse)
+
+    monkeypatch.setattr(dispatch, "kernel", lambda name: Wrong())
+    code, out, _ = _run(capsys, "demo")
+    assert code == 1
+    assert "✗ numpy" in out
+    assert "NOT all exact" in out
+
+
+def test_demo_compares_what_it_says(short_demo: None) -> None:
+    rows = compare.on_cpu(["numpy"])
+    assert [row.n for row in rows] == [64, 256, 1024]
+    assert all(row.both for row in rows)
+    assert rows[1].matrix_bytes == 4 * 256 * 256
+    standard, tiled = rows[2].both or (None, None)
+    assert standard.bytes > 4 * 1024 * 1024 > tiled.bytes / 2  # type: ignore[union-attr]
+
+
+def test_standard_attention_is_not_tried_where_it_would_not_fit(
+    capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "_free_memory", lambda: 4 * 2 * 2 * 256 * 256)
+    code, out, _ = _run(capsys, "demo")
+    assert code == 0
+    assert "n = 1024, window(256), standard: not run: two matrices of 4.0 MiB do not fit comfortably" in out
+    assert "At n = 1024, window(256) the full matrix would take 4.0 MiB; the tiles just run." in out
+
+
+def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "demo", "--trace")
+    assert code == 0
+    assert "key tile 1: EMPTY, skipped" in out
+    for word in ("load q[4:8]", "load k[0:4] and v[0:4]", "FULL", "PARTIAL", "row_max", "row_sum", "rescale"):
+        assert word in out
+    rng = np.random.default_rng(0)
+    q, k, _ = (rng.standard_normal((trace.N, trace.D)) for _ in range(3))
+    assert f"{(q[4:] @ k.T / 2)[0, :4].max():7.3f}" in out.split("query tile 1")[1]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = _run(capsys, "doctor")
+    assert code == 0
+    assert "✓ numpy" in out
+    assert "torch" in out
+    monkeypatch.setattr(NumpyKernel, "unavailable", lambda self: "no NumPy: pip install numpy")
+    code, out, _ = _run(capsys, "doctor")
+    assert code == 1
+    assert "✗ numpy      no NumPy: pip install numpy" in out
+
+
+def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "plan", "--mask", "causal() & window(512)", "--n", "8192", "--block", "128")
+    assert code == 0
+    assert "tiles: 64 x 64 of 128 x 128" in out
+    assert "mask: (K <= Q + (NK - NQ))" in out
+    rows = [line for line in out.splitlines() if line and set(line) <= set("·▒█")]
+    assert len(rows) == 64
+    assert rows[10] == "·" * 6 + "▒███▒" + "·" * 53
+
+
+def test_plan_of_a_large_grid_shows_blocks_of_tiles(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = _run(capsys, "plan", "--mask", "causal()", "--n", "100000")
+    rows = [line for line in out.splitlines() if line and set(line) <= set("·▒█")]
+    assert rows[1].startswith("█▒·")
+    assert "(a cell is 13 x 13 tiles)" in out
+
+
+def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = _run(capsys, "plan", "--mask", "causal()", "--n", "256", "--block", "64x128", "--json")
+    numbers = json.loads(out)
+    assert numbers["grid"] == [4, 2]
+    assert numbers["tiles"] == {"EMPTY": 2, "PARTIAL": 4, "FULL": 2}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["plan", "--mask", "__import__('os').system('true')"], "--mask: in"),
+        (["plan", "--mask", "causal() and window(3)"], "use & and |"),
+        (["plan", "--mask", "window(-1)"], "window: left must be a whole number of at least 0, got -1"),
+        (["plan", "--mask", "S > 0"], "reads the score S"),
+        (["plan", "--mask", "Q + K"], "mask: expected a condition"),
+        (["plan", "--score", "causal()"], "score: expected a number"),
+        (["plan", "--score", "alibi(8)", "--heads", "4"], "expected 4 along axis 0, got 8"),
+        (["plan", "--block", "0"], "--block: expected a size such as 128 or 64x128, got '0'"),
+        (["plan", "--block", "1x2x3"], "--block"),
+        (["plan", "--n", "-1"], "--n: expected at least 0, got -1"),
+        (["plan", "--heads", "6", "--heads-k", "4"], "--heads-k: expected a divisor of --heads 6, got 4"),
+        (["plan", "--head", "1"], "--head: expected 0 to 0, got 1"),
+        (["plan", "--mask", "Q * Q * Q < K", "--n", "100000"], "beyond 32 bits"),
+    ],
+)
+def test_mistakes_of_the_user(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+    code, out, err = _run(capsys, *argv)
+    assert code == 2
+    assert message in err
+    assert err.startswith("tilewise: ")
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "plan", "bench"])
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*command.split(), "--help"])
+    assert stopped.value.code == 0
+    assert "usage: tilewise" in capsys.readouterr().out
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "tilewise", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("tilewise ")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    script = f"{sys.executable} -m tilewise plan --n 4096 | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_table_and_bars() -> None:
+    assert terminal.table(["a", "b"], [["x", "10"], ["long", "2"]]).splitlines() == [
+        "a      b",
+        "----  --",
+        "x     10",
+        "long   2",
+    ]
+    bars = terminal.log_bars([("one", 1.0, "1"), ("many", 1000.0, "1000")], width=10).splitlines()
+    assert bars == ["one   █ 1", "many  ██████████ 1000"]
