@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -49,7 +49,7 @@ SYSTEMS = (System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),)
 NAMES = tuple(system.name for system in SYSTEMS)
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(name: str) -> Kernel:
     """The kernel system of this name."""
     for system in SYSTEMS:

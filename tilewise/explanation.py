@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewise import dispatch
 from tilewise.schedule import Kind, Plan, plan
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Shape
 from tilewise.validate import Call
 
 _SHADES = {Kind.EMPTY: "·", Kind.PARTIAL: "▒", Kind.FULL: "█"}

@@ -31,6 +31,8 @@ _ADVICE = (
     "use it; write `&`, `|`, `~`, tw.where(condition, a, b), tw.minimum(a, b), tw.maximum(a, b), and (a < b) & (b < c)"
 )
 
+_INDEX_ADVICE = "an expression cannot index an array; write tw.load(array, index, ...), one index a dimension"
+
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
@@ -152,7 +154,13 @@ class Expr:
         raise TypeError(_ADVICE)
 
     def __index__(self) -> NoReturn:
-        raise TypeError("an expression cannot index an array; write tw.load(array, index, ...), one index a dimension")
+        raise TypeError(_INDEX_ADVICE)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        # NumPy asks for this where it indexes, and in functions such as np.where.
+        raise TypeError(
+            f"an expression is not an array, so NumPy cannot take it (write tw.where for np.where); {_INDEX_ADVICE}"
+        )
 
     def __iter__(self) -> NoReturn:
         raise TypeError("an expression is one number for each (query, key), not a sequence")
@@ -355,7 +363,17 @@ _FOREIGN: dict[str, Callable[..., Expr]] = {
     "bitwise_and": lambda a, b: _logic("and", a, b), "bitwise_or": lambda a, b: _logic("or", a, b),
     "logical_not": lambda a: ~a, "invert": lambda a: ~a, "bitwise_not": lambda a: ~a,
 }  # fmt: skip
-# PyTorch hands a tensor's operators over under their method names.
+# PyTorch's short names, and those of methods, under which it hands a tensor's operators over.
+_FOREIGN.update(
+    {
+        short: _FOREIGN[name]
+        for short, name in (
+            ("sub", "subtract"), ("mul", "multiply"), ("div", "divide"), ("true_divide", "divide"),
+            ("lt", "less"), ("le", "less_equal"), ("gt", "greater"), ("ge", "greater_equal"),
+            ("eq", "equal"), ("ne", "not_equal"),
+        )
+    }
+)  # fmt: skip
 _FOREIGN.update(
     {
         f"__{r}{name}__": (lambda op, flip: lambda a, b: _arithmetic(op, b, a) if flip else _arithmetic(op, a, b))(
@@ -369,6 +387,8 @@ _FOREIGN.update(
 
 def _foreign(name: str, args: Sequence[Any]) -> Expr:
     """np.tanh(expr), torch.where(expr, ...) and the like."""
+    if name == "__getitem__":
+        raise TypeError(_INDEX_ADVICE)
     if name not in _FOREIGN:
         raise TypeError(
             f"expressions know {', '.join(FUNCTIONS)} and Python's operators, not the function {name or args!r}"

@@ -18,7 +18,7 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import INT32_MAX, INT32_MIN, S, Expr, constant, evaluate, evaluate_all, loads, nodes, variables
+from tilewise.expr import INT32_MAX, INT32_MIN, Expr, S, constant, evaluate, evaluate_all, loads, nodes, variables
 from tilewise.intervals import INTERVAL_OPS, SCORE
 from tilewise.spec import Attention, Shape, Tile
 

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from tilewise import arrays
-from tilewise.expr import NK, NQ, Q, Expr
+from tilewise.expr import NK, NQ, Expr, Q
 
 # A query's position among the keys: the last query stands at the last key, whatever the lengths.
 P: Expr = Q + (NK - NQ)

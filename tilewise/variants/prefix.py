@@ -11,4 +11,4 @@ def prefix(n: int) -> Expr:
     ■ ■ · · · ·
     ■ ■ · · · ·
     """
-    return K < whole("prefix", "n", n, 0)
+    return whole("prefix", "n", n, 0) > K

@@ -16,4 +16,4 @@ def window(left: int, right: int | None = None) -> Expr:
     """
     left = whole("window", "left", left, 0)
     right = left if right is None else whole("window", "right", right, 0)
-    return (K >= P - left) & (K <= P + right)
+    return (P - left <= K) & (P + right >= K)
