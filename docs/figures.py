@@ -55,7 +55,9 @@ def draw_variants() -> None:
     for axis in axes.flat:
         axis.set_xticks([])
         axis.set_yticks([])
-    figure.suptitle("Variants: masks (dark: the query sees the key) and scores. Queries down, keys across.", fontsize=12)
+    figure.suptitle(
+        "Variants: masks (dark: the query sees the key) and scores. Queries down, keys across.", fontsize=12
+    )
     figure.savefig(IMAGES / "variants.png", dpi=80)
 
 
@@ -68,11 +70,13 @@ def draw_plans() -> None:
         "document(ids)": tw.document(np.repeat(np.arange(6), [300, 500, 148, 600, 100, 400])),
         "causal() | prefix(512)": tw.causal() | tw.prefix(512),
     }
-    figure, axes = plt.subplots(1, 4, figsize=(11, 3.3), layout="constrained")
+    figure, axes = plt.subplots(1, 4, figsize=(11, 3.8), layout="constrained")
     for axis, (title, mask) in zip(axes, masks.items(), strict=True):
         made = plan(Attention(1.0, mask), Shape(1, 1, 1, n, n, 64, 64), tile)
         axis.imshow(made.kinds(), cmap=ListedColormap(["#eceff4", "#e0a030", "#2f5d8a"]), vmin=0, vmax=2)
-        axis.set_title(f"{title}\n{made.flops / made.flops_naive:.0%} of the operations", fontsize=10, family="monospace")
+        axis.set_title(
+            f"{title}\n{made.flops / made.flops_naive:.0%} of the operations", fontsize=10, family="monospace"
+        )
         axis.set_xticks([])
         axis.set_yticks([])
     figure.suptitle("Plans at n = 2048, tiles of 64 x 64: grey EMPTY (skipped), orange PARTIAL, blue FULL", fontsize=12)

@@ -32,6 +32,9 @@ _ADVICE = (
 )
 
 
+INDEX_ADVICE = "an expression cannot index an array; write tw.load(array, index, ...), one index a dimension"
+
+
 @dataclass(frozen=True, eq=False)
 class Loaded:
     """A runtime array as an expression reads it: whose it is, and whether its gradient is wanted."""
@@ -152,7 +155,11 @@ class Expr:
         raise TypeError(_ADVICE)
 
     def __index__(self) -> NoReturn:
-        raise TypeError("an expression cannot index an array; write tw.load(array, index, ...), one index a dimension")
+        raise TypeError(INDEX_ADVICE)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        # NumPy asks for this where it indexes, and in functions such as np.where.
+        raise TypeError(f"an expression is not an array (write tw.where for np.where), and {INDEX_ADVICE}")
 
     def __iter__(self) -> NoReturn:
         raise TypeError("an expression is one number for each (query, key), not a sequence")

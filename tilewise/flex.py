@@ -59,6 +59,8 @@ def _indexing_loads() -> AbstractContextManager[Any]:
 
 def foreign(name: str, args: Sequence[Any]) -> Expr:
     """np.tanh(expr), torch.where(expr, ...), tensor * expr and the like."""
+    if name == "__getitem__":
+        raise TypeError(ex.INDEX_ADVICE)
     if name not in _FOREIGN:
         known = "abs, minimum, maximum, where, exp, log, tanh and Python's operators"
         raise TypeError(f"expressions know {known}, not the function {name!r} of NumPy or PyTorch")

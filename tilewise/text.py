@@ -65,7 +65,7 @@ def _print_node(node: Expr, parts: dict[Expr, _Text], names: dict[int, str]) -> 
     if op == "float":
         return _Text(f"float({args[0].text})", _ATOM)
     # Python-like promotion writes most conversions by itself; only where it would not are they printed.
-    if op in _TAKES_FLOATS or not all(a.op == "float" for a in node.args):
+    if op in _TAKES_FLOATS or not all(a.op == "float" for a in node.args if a.kind != ex.BOOL):
         args = [parts[a.args[0]] if a.op == "float" else parts[a] for a in node.args]
     if op in ("not", "neg"):
         return _Text(f"{'~' if op == 'not' else '-'}{args[0].inside(_UNARY)}", _UNARY)
