@@ -8,7 +8,7 @@ import numpy as np
 
 from tilewise import dispatch
 from tilewise.schedule import Kind, Plan, plan
-from tilewise.spec import Attention, Shape
+from tilewise.spec import Attention, Shape, Tile
 from tilewise.validate import Call
 
 _SHADES = {Kind.EMPTY: "·", Kind.PARTIAL: "▒", Kind.FULL: "█"}
@@ -19,30 +19,31 @@ MAX_MAP = 64  # rows and columns of a printed tile map
 class Explanation:
     """Which kernel system takes a call, why each other one does not, and the plan of its tiles."""
 
-    kernel: str
+    kernel: str | None  # None: no kernel system can compute this call
     reasons: dict[str, str | None]
     spec: Attention
     shape: Shape
-    plans: list[Plan]
+    plan: Plan | None  # None: the arrays it depends on are not in main memory
 
     def __str__(self) -> str:
-        lines = [describe(self.spec, self.shape), f"kernel: {self.kernel}"]
+        lines = [describe(self.spec, self.shape), f"kernel: {self.kernel or 'none can compute this call'}"]
         for name, reason in self.reasons.items():
             if name != self.kernel:
                 lines.append(f"  not {name}: {reason or f'it could, but {self.kernel} comes first or was asked for'}")
-        lines += [describe_plan(p) for p in self.plans]
+        if self.plan is not None:
+            lines.append(describe_plan(self.plan))
         return "\n".join(lines)
-
-    @property
-    def plan(self) -> Plan:
-        return self.plans[0]
 
 
 def explain_call(call: Call, kernel: str) -> Explanation:
-    system = dispatch.resolve(kernel, call.spec, call.shape)
-    tile = system.default_tile(call.spec, call.shape)
-    plans = [plan(call.spec, part, tile) for part, _, _ in call.shape.sequences(call.spec.lengths)]
-    return Explanation(system.name, dispatch.reasons(call.spec, call.shape), call.spec, call.shape, plans)
+    """What resolve would answer, without raising: a call that nothing can compute is explained too."""
+    reasons = dispatch.reasons(call.spec, call.shape)
+    if kernel != "auto":
+        dispatch.kernel(kernel)  # an unknown name raises
+    able = [name for name, reason in reasons.items() if reason is None and kernel in ("auto", name)]
+    tile = dispatch.kernel(able[0]).default_tile(call.spec, call.shape) if able else Tile()
+    made = plan(call.spec, call.shape, tile) if call.shape.device == "cpu" else None
+    return Explanation(able[0] if able else None, reasons, call.spec, call.shape, made)
 
 
 def describe(spec: Attention, shape: Shape) -> str:

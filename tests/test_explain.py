@@ -1,0 +1,70 @@
+"""explain: which kernel system takes a call, why each other one does not, and the plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise import dispatch
+from tilewise.schedule import Kind
+from tilewise.spec import Attention, Shape
+
+
+def _inputs(n: int = 1024) -> list[np.ndarray]:
+    return [np.zeros((2, 4, n, 32), np.float32) for _ in range(3)]
+
+
+def test_it_tells_the_kernel_and_the_plan() -> None:
+    told = tw.explain(*_inputs(), mask=tw.causal() & tw.window(100))
+    assert told.kernel == "numpy"
+    assert told.plan is not None
+    assert told.plan.counts[Kind.EMPTY] > 0
+    text = str(told)
+    for part in ("batch 2, heads 4, queries 1024", "kernel: numpy", "mask: (K <= Q", "EMPTY", "slow-memory traffic"):
+        assert part in text
+
+
+def test_a_call_that_nothing_computes_is_explained_too() -> None:
+    q = torch.zeros(2, 8, 4, device="meta")
+    told = tw.explain(q, q, q)
+    assert told.kernel is None
+    assert "none can compute this call" in str(told)
+    assert "not numpy: it works in main memory and the arrays are on meta" in str(told)
+
+
+def test_an_unknown_kernel_raises() -> None:
+    with pytest.raises(ValueError, match="there is no kernel system 'abacus'; expected one of auto, numpy"):
+        tw.explain(*_inputs(8), kernel="abacus")
+
+
+class _Picky:
+    name, summary = "picky", "a system that refuses"
+
+    def unavailable(self) -> str | None:
+        return None
+
+    def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        return "it has no backward pass" if shape.backward else None if spec.mask is None else "it knows no masks"
+
+
+def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy_kernel = dispatch.kernel("numpy")
+    monkeypatch.setattr(dispatch, "NAMES", ("picky", "numpy"))
+    monkeypatch.setattr(dispatch, "kernel", lambda name: _Picky() if name == "picky" else numpy_kernel)
+    shape = Shape(1, 1, 1, 8, 8, 4, 4)
+    assert dispatch.resolve("auto", Attention(1.0), shape).name == "picky"
+    assert dispatch.resolve("auto", Attention(1.0, tw.causal()), shape).name == "numpy"
+    backward = Shape(1, 1, 1, 8, 8, 4, 4, backward=True)
+    assert dispatch.resolve("auto", Attention(1.0), backward).name == "numpy"
+
+
+def test_a_named_system_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "kernel", lambda name: _Picky())
+    shape = Shape(1, 1, 1, 8, 8, 4, 4)
+    with pytest.raises(tw.Unsupported, match="kernel 'picky' cannot compute this call: it knows no masks"):
+        dispatch.resolve("picky", Attention(1.0, tw.causal()), shape)
+    monkeypatch.setattr(dispatch, "NAMES", ("picky",))
+    with pytest.raises(tw.Unsupported, match=r"no kernel system can compute this call:\s+picky: it knows no masks"):
+        dispatch.resolve("auto", Attention(1.0, tw.causal()), shape)

@@ -1,0 +1,62 @@
+"""What a user installs: NumPy alone is enough, nothing optional is imported, every public name explains itself."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tilewise as tw
+
+ROOT = Path(__file__).parent.parent
+OPTIONAL = ("torch", "triton", "cuda", "cutlass", "tilelang", "matplotlib", "ml_dtypes")
+
+
+def test_importing_tilewise_imports_numpy_alone() -> None:
+    script = f"""
+import sys, tilewise
+import tilewise.cli.demo, tilewise.cli.doctor, tilewise.cli.plan, tilewise.cli.bench, tilewise.lab
+import numpy as np
+tilewise.attention(np.ones((3, 2)), np.ones((3, 2)), np.ones((3, 2)), causal=True)
+print([name for name in {OPTIONAL!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_numpy_is_the_only_dependency() -> None:
+    about = metadata("tilewise")
+    required = [line for line in about.get_all("Requires-Dist") or [] if "extra ==" not in line]
+    assert len(required) == 1
+    assert required[0].startswith("numpy")
+    extras = {"torch", "cuda", "triton", "cute", "tilelang", "bench", "test"}
+    assert extras <= set(about.get_all("Provides-Extra") or [])
+
+
+@pytest.mark.parametrize("name", [n for n in tw.__all__ if callable(getattr(tw, n)) and n != "Expr"])
+def test_public_names_explain_themselves(name: str) -> None:
+    if name not in ("exp", "log", "tanh", "minimum", "maximum"):
+        assert getattr(tw, name).__doc__
+
+
+def test_kernel_systems_never_import_each_other() -> None:
+    for folder in (ROOT / "tilewise" / "kernels").iterdir():
+        for path in folder.glob("**/*.py") if folder.is_dir() else []:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tilewise.kernels."):
+                    assert node.module.split(".")[2] == folder.name, f"{path} imports {node.module}"  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_installs_into_a_fresh_environment(tmp_path: Path) -> None:
+    """`pip install .` alone gives a working tilewise."""
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "-q", str(ROOT)], check=True)
+    done = subprocess.run(
+        [python, "-m", "tilewise", "doctor"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert "✓ numpy" in done.stdout
