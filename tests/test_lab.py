@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,7 +22,6 @@ from tilewise.lab import (
     verify_memory_usage,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "lab.md"
 ATOL = {np.float16: 2e-3, np.float32: 1e-5, np.float64: 1e-12}
 # (leading), n_q, n_k, d, d_v, block_q, block_kv: even, ragged, B_r > B_c, blocks beyond n, single rows, nothing at all
 SHAPES = [
@@ -433,19 +429,3 @@ def test_bad_arguments_of_the_functions():
         online_softmax(np.arange(3, dtype=np.int64))
     with pytest.raises(ValueError, match="x: expected at least one dimension"):
         online_softmax(np.array(1.0))
-
-
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_prints_what_it_shows():
-    """Every python block of docs/lab.md runs, in one namespace, and is followed by its true output."""
-    text = PAGE.read_text(encoding="utf-8")
-    pairs = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", text, flags=re.DOTALL)
-    assert len(pairs) == text.count("```python") >= 5
-    names: dict[str, object] = {}
-    for code, shown in pairs:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, "docs/lab.md", "exec"), names)
-        assert printed.getvalue() == shown
