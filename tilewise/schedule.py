@@ -137,7 +137,11 @@ class Plan:
         """Slow-memory traffic, tiled: q, out and lse once, k and v once for each query tile that visits them."""
         s, size = self.shape, _itemsize(self.shape.dtype)
         rows = s.batch * s.heads * s.n_q
-        return rows * (s.d + s.d_v) * size + rows * arrays.compute_dtype(s.dtype).itemsize + self._visited[1] * (s.d + s.d_v) * size
+        return (
+            rows * (s.d + s.d_v) * size
+            + rows * arrays.compute_dtype(s.dtype).itemsize
+            + self._visited[1] * (s.d + s.d_v) * size
+        )
 
     @property
     def bytes_naive(self) -> int:
