@@ -235,4 +235,10 @@ def _like_result(name: str, gradient: Any, result: Any) -> Any:
     if not arrays.is_array(gradient) or tuple(gradient.shape) != tuple(result.shape):
         found = tuple(gradient.shape) if hasattr(gradient, "shape") else type(gradient).__name__
         raise ValueError(f"{name}: expected shape {tuple(result.shape)} as the result has, got {found}")
+    if arrays.is_torch(gradient) != arrays.is_torch(result):
+        expected, came = (("a PyTorch tensor" if arrays.is_torch(x) else "a NumPy array") for x in (result, gradient))
+        raise TypeError(f"{name}: expected {expected} as the result is, got {came}")
+    if arrays.kind_of(gradient) != "float":
+        expected = ", ".join(arrays.FLOAT_DTYPES)
+        raise TypeError(f"{name}: expected {expected}, got {arrays.dtype_name(gradient)}")
     return gradient

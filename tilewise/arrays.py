@@ -38,15 +38,17 @@ def device_name(x: Any) -> str:
     return str(x.device) if is_torch(x) else "cpu"
 
 
+def kind_of(x: Any) -> str | None:
+    """bool, int, float, or None for any other type."""
+    name = dtype_name(x)
+    return "bool" if name == "bool" else "int" if name in INT_DTYPES else "float" if name in FLOAT_DTYPES else None
+
+
 def value_kind(x: Any) -> str:
     """The type an expression reads from this array: bool, int or float."""
-    name = dtype_name(x)
-    if name == "bool":
-        return "bool"
-    if name in INT_DTYPES:
-        return "int"
-    if name in FLOAT_DTYPES:
-        return "float"
+    kind, name = kind_of(x), dtype_name(x)
+    if kind is not None:
+        return kind
     known = ", ".join(("bool", *INT_DTYPES, *FLOAT_DTYPES))
     raise TypeError(f"an array of type {name} cannot be loaded; expected one of {known}")
 

@@ -74,6 +74,10 @@ def reasons(spec: Attention, shape: Shape) -> dict[str, str | None]:
 
 def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:
     """The first system that supports the call, or the one named; a named one is never swapped for another."""
+    if not isinstance(name, str):
+        raise TypeError(
+            f"kernel: expected the name of a kernel system, one of {', '.join(('auto', *NAMES))}, got {name!r}"
+        )
     if name != "auto":
         chosen = kernel(name)
         reason = chosen.unavailable() or chosen.unsupported(spec, shape)

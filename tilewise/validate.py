@@ -119,6 +119,10 @@ def _check_arrays(q: Any, k: Any, v: Any) -> None:
             raise TypeError(f"{name}: expected {', '.join(arrays.FLOAT_DTYPES)}, got {arrays.dtype_name(x)}")
         if arrays.dtype_name(x) != arrays.dtype_name(q):
             raise TypeError(f"{name}: expected {arrays.dtype_name(q)} as q is, got {arrays.dtype_name(x)}")
+        if arrays.is_torch(x) and str(x.layout) != "torch.strided":
+            raise TypeError(
+                f"{name}: expected a dense tensor, got one of layout {x.layout}; convert it with .to_dense()"
+            )
         if arrays.device_name(x) != arrays.device_name(q):
             raise ValueError(f"{name}: expected device {arrays.device_name(q)} as q is on, got {arrays.device_name(x)}")
 
@@ -216,7 +220,7 @@ def _aligned_mask(mask: Any, rank: int, scores: tuple[int, ...]) -> Any:
         advice = "; wrap a FlexAttention function in tw.from_mask_mod(fn)" if callable(mask) else ""
         advice = "; parse text with tw.parse(text)" if isinstance(mask, str) else advice
         raise TypeError(f"mask: expected an expression or an array of bool or float, got {type(mask).__name__}{advice}")
-    if arrays.value_kind(mask) == "int":
+    if arrays.kind_of(mask) not in ("bool", "float"):
         raise TypeError(
             f"mask: expected bool (True: may attend) or float (added to scores), got {arrays.dtype_name(mask)}"
         )
@@ -234,8 +238,9 @@ def _aligned_mask(mask: Any, rank: int, scores: tuple[int, ...]) -> Any:
 def _sinks(sinks: Any, q: Any) -> Any:
     if sinks is None:
         return None
-    if not arrays.is_array(sinks) or arrays.value_kind(sinks) != "float":
-        raise TypeError(f"sinks: expected an array of floats, one a query head, got {type(sinks).__name__}")
+    if not arrays.is_array(sinks) or arrays.kind_of(sinks) != "float":
+        found = arrays.dtype_name(sinks) if arrays.is_array(sinks) else type(sinks).__name__
+        raise TypeError(f"sinks: expected an array of floats, one a query head, got {found}")
     if tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks: expected shape ({q.shape[1]},), one a query head, got {tuple(sinks.shape)}")
     if arrays.is_torch(sinks) != arrays.is_torch(q) or arrays.device_name(sinks) != arrays.device_name(q):
@@ -249,7 +254,7 @@ def _cumulative(name: str, lengths: Any, packed: Any, what: str) -> np.ndarray[A
             lengths = np.asarray(lengths)
         except ValueError:
             raise TypeError(f"{name}: expected cumulative lengths [0, ..., total], got {lengths!r}") from None
-    if arrays.value_kind(lengths) != "int" or len(lengths.shape) != 1 or lengths.shape[0] < 1:
+    if arrays.kind_of(lengths) != "int" or len(lengths.shape) != 1 or lengths.shape[0] < 1:
         raise ValueError(
             f"{name}: expected a 1-D array of integers [0, ..., total], got {arrays.dtype_name(lengths)} "
             f"of shape {tuple(lengths.shape)}"
