@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -137,8 +138,8 @@ def check_backward(problem: Any, mask: Any, score: Any, tile: Tile, sinks: bool,
     d_out = _stored(rng.standard_normal(tuple(saved.out.shape)), dtype, "torch" if arrays.is_torch(q) else "numpy")
     d_lse = rng.standard_normal(tuple(saved.lse.shape)) if lse_too else None
     grads = KERNEL.backward(spec, q, k, v, saved, d_out, d_lse, tile)
-    # A kernel has out as stored. Its rounding moves delta = sum(d_out * out) - d_lse, as a change of d_lse would: with it
-    # taken into account, what is left is the rounding of sums, and of storing the gradients.
+    # A kernel has out as stored. Its rounding moves delta = sum(d_out * out) - d_lse, as a change of d_lse would: with
+    # it taken into account, what is left is the rounding of sums, and of storing the gradients.
     exact = reference.forward(spec, q, k, v).out
     stored, g = (arrays.widen(arrays.as_numpy(x), np.float64) for x in (saved.out, d_out))
     moved = (0 if d_lse is None else d_lse) - (g * (stored - exact)).sum(axis=-1)
@@ -162,8 +163,9 @@ def check_backward(problem: Any, mask: Any, score: Any, tile: Tile, sinks: bool,
 
 # Exact in every type: an expression's floats are compared by no mask here, since two precisions may then differ.
 MASKS = st.none() | st.sampled_from([
-    tw.causal(), tw.window(3), tw.causal() & tw.window(4, 0), tw.causal() | tw.prefix(2), tw.dilated(2), K < 0, Q % 2 == 0,
-    Q // 4 == K // 4, (K <= Q + (NK - NQ)) & (abs(Q - K) < 3 * (H + 1) + B), K % 3 == HK, NK - K < 5, K < NQ,
+    tw.causal(), tw.window(3), tw.causal() & tw.window(4, 0), tw.causal() | tw.prefix(2), tw.dilated(2), K < 0,
+    Q % 2 == 0, Q // 4 == K // 4, (K <= Q + (NK - NQ)) & (abs(Q - K) < 3 * (H + 1) + B), K % 3 == HK,
+    NK - K < 5, K < NQ,
 ]) | bool_exprs(3).filter(lambda e: all(n.kind != "float" for n in tw.expr.nodes(e)))  # fmt: skip
 
 
@@ -248,7 +250,7 @@ def test_merging_parts_of_the_keys_is_the_whole(problem, mask, cuts, sinks, tile
     score = tw.softcap(3.0) >> (S - 0.125 * abs(Q + (NK - NQ) - K))
     edges = [0, *sorted(min(c, n_k) for c in cuts), n_k]
     parts = []
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in pairwise(edges):
         where = Positions(origin_k=a, total_q=n_q, total_k=n_k)
         spec = Attention(0.4, mask, score, positions=where)
         parts.append(KERNEL.forward(spec, q, k[:, :, a:b], v[:, :, a:b], tile))
