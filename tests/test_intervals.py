@@ -64,6 +64,11 @@ def test_bounds_of_floats(expr, tile, dtype):
 @example(tw.where(Q < 5, 0.1, 0.2) >= 0.1 + 1e-12, (4, 4), np.float32)
 @example(tw.load(np.array([0.1, 0.2], np.float32), Q % 2) > 0.1, (1, 1), np.float32)
 @example(tw.where(Q < 5, 1e39, 1.0) < np.inf, (4, 4), np.float32)
+@example(tw.log(Q - 5) < 100.0, (12, 14), np.float64)  # NaN compares False
+@example(~(tw.log(Q - 5) >= -100.0), (12, 14), np.float64)
+@example(tw.where(Q < 5, np.inf, 1.0) - tw.where(K < 5, np.inf, 1.0) < np.inf, (4, 4), np.float64)
+@example(tw.where(Q < 5, np.inf, 1.0) * tw.where(K < 5, 0.0, 1.0) >= 0.0, (4, 4), np.float64)
+@example(abs(tw.where(Q < 5, 0.0, 1.0) / tw.where(K < 5, 0.0, 1.0)) >= 0.0, (4, 4), np.float64)
 def test_conditions_are_never_wrong(expr, tile, dtype):
     assert_sound(expr, tile, dtype)
 
