@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 AT_LEAST = 3  # repetitions, when one fits the budget
-SETTLE = 0.03  # seconds before a call: the last contestant's idle threads spin that long, and would slow this one
+SETTLE = 0.03  # seconds before a call: a BLAS library's idle threads may spin a while, on the next contestant's time
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
 
 Action = Callable[[], Any]

@@ -56,8 +56,8 @@ def _figure(results: dict[str, Any], records: list[Record]) -> Any:
         axes[2 * i + 1][0].set_ylabel("extra memory (lower is better)")
     for axis in axes[-1]:
         axis.set_xlabel("n (queries = keys)")
-    _words(figure, results, records[0])
-    _legend(figure, axes)
+    _footer(figure, results)
+    _legend(figure, axes, _title(records[0]))
     return figure
 
 
@@ -128,24 +128,27 @@ def _from(record: Record, records: list[Record]) -> str:
     return f" from n = {record['n']}" if smaller else ""
 
 
-def _words(figure: Any, results: dict[str, Any], r: Record) -> None:
+def _title(r: Record) -> str:
     heads = f"{r['heads']} heads" + (f" ({r['heads_k']} of keys)" if r["heads"] != r["heads_k"] else "")
     what = f"{r['pass'].replace('+', ' + ')}, {r['dtype']}, batch {r['batch']}, {heads}"
-    figure.suptitle(f"Attention on the {'CPU' if r['device'] == 'cpu' else 'GPU'}: {what}", fontsize=13)
+    return f"Attention on the {'CPU' if r['device'] == 'cpu' else 'GPU'}: {what}"
+
+
+def _footer(figure: Any, results: dict[str, Any]) -> None:
     made = f"tilewise {results['tilewise']}, {results['date'][:10]}. Lines: medians; bands: 10th to 90th percentile."
     figure.supxlabel(f"{machine.one_line(results['machine'])}\n{made}", fontsize=7.5, color="#475569")
 
 
-def _legend(figure: Any, axes: Any) -> None:
-    """One for the figure: every line once."""
+def _legend(figure: Any, axes: Any, title: str) -> None:
+    """One for the figure: every line once. The figure's title is the legend's, since the two would overlap."""
     found: dict[str, Any] = {}
     for axis in axes.flat:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    columns = min(len(found), 6)
     figure.legend(
-        list(found.values()), list(found), loc="outside upper center", ncols=columns, frameon=False, fontsize=9
-    )
+        list(found.values()), list(found), loc="outside upper center", ncols=min(len(found), 6), frameon=False,
+        fontsize=9, title=title, title_fontsize=13,
+    )  # fmt: skip
 
 
 def _lines(records: list[Record], field: str) -> dict[str, list[Record]]:
