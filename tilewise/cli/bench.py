@@ -109,7 +109,9 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     from tilewise.bench import contestants, run
 
     present, missing = contestants.installed(options["kernel"])
-    records = run.Sweep(present, settings, timer, _progress()).run(cells)
+    say = _progress()
+    records = run.Sweep(present, settings, timer, say).run(cells)
+    say("")
     return run.results(records, options, missing, options["device"])
 
 
