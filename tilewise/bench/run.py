@@ -209,7 +209,10 @@ def _failure(error: Exception) -> RefusedError:
         return error
     told = f"{type(error).__name__}: {error}".splitlines()[0]
     starved = isinstance(error, MemoryError) or "out of memory" in told or "can't allocate memory" in told
-    return RefusedError("out of memory" if starved else "failed", told)
+    if not starved:
+        return RefusedError("failed", told)
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", told)
+    return RefusedError("out of memory", f"it asked for {asked[1]}" if asked else told)
 
 
 def _public(text: str) -> str:

@@ -134,7 +134,7 @@ def _measure_gpu(torch: Any, call: Callable[[], Any]) -> Measured | str:
     except torch.OutOfMemoryError:
         return f"out of memory on the GPU ({size(torch.cuda.get_device_properties(0).total_memory)} in all)"
     except tw.Unsupported as error:
-        return str(error).replace("\n", " ")
+        return " ".join(str(error).split())
     return Measured(statistics.median(seconds), torch.cuda.max_memory_allocated() - before)
 
 
