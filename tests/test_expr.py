@@ -401,8 +401,9 @@ def test_torch_functions_build_expressions():
         (torch.lt(Q, K), Q < K), (torch.le(Q, K), Q <= K), (torch.gt(Q, K), Q > K), (torch.ge(Q, K), Q >= K),
         (torch.eq(Q, K), Q == K), (torch.ne(Q, K), Q != K), (torch.remainder(Q, K), Q % K),
         (three < Q, Q > 3), (three <= Q, Q >= 3), (three > Q, Q < 3), (three >= Q, Q <= 3),
-        (three == Q, Q == 3), (three != Q, Q != 3), (three > Q, Q < 3), (three == Q, Q == 3),
-        (torch.tensor(True) & (Q < K), Q < K), (torch.tensor(False) | (Q < K), Q < K), ((Q < K) & torch.tensor(True), Q < K),
+        (three == Q, Q == 3), (three != Q, Q != 3), (operator.lt(Q, three), Q < 3), (operator.eq(Q, three), Q == 3),
+        (torch.tensor(True) & (Q < K), Q < K), (torch.tensor(False) | (Q < K), Q < K),
+        ((Q < K) & torch.tensor(True), Q < K),
     ]  # fmt: skip
     for i, (found, expected) in enumerate(pairs):
         assert isinstance(found, tw.Expr), (i, found)

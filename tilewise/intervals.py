@@ -157,6 +157,14 @@ def _not(a: Interval) -> Interval:
     return ~np.asarray(a[1], bool), ~np.asarray(a[0], bool)
 
 
+def _const(value: bool | int | float) -> Interval:
+    """A float that float32 cannot hold is rounded on most systems, so it is known only nearly."""
+    bounds = np.asarray(value), np.asarray(value)
+    with np.errstate(over="ignore"):
+        exact = not isinstance(value, float) or float(np.float32(value)) == value
+    return bounds if exact else _widen(bounds, ARITHMETIC_ERROR)
+
+
 def _load(slot: Loaded, *index: Interval) -> Interval:
     """The smallest and largest value the array has anywhere in the box that the indices span."""
     array = arrays.as_numpy(slot.array)
@@ -226,7 +234,7 @@ def _reduce(array: Array, axis: int, first: Array, last: Array, function: np.ufu
 
 
 INTERVAL_OPS: OpTable = {
-    "const": lambda value: (np.asarray(value), np.asarray(value)),
+    "const": _const,
     "load": _load,
     "float": lambda a: _widen(a, ARITHMETIC_ERROR),
     "add": _arithmetic(_add),

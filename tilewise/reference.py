@@ -72,13 +72,15 @@ def backward(
         d_k[:, :, cols] += _per_key_head(spec.scale * (d_s.swapaxes(-1, -2) @ q_), part)
         if d_sinks is not None:
             sink = _sink_column(spec, dtype)
-            d_sinks -= np.sum(np.where(lse == -np.inf, 0, np.exp(sink - lse)) * delta, axis=(0, 2))
+            d_sinks -= np.sum(np.exp(sink - np.where(lse == -np.inf, 0, lse)) * delta, axis=(0, 2))
         for node in _wanted_loads(spec) if d_score.size else []:
             at = tuple(clamp(values[i], n) for i, n in zip(node.args, node.payload.array.shape, strict=True))
             contribution = d_score * _slope(spec.score, node, values, dtype)
-            np.add.at(
-                d_arrays[id(node.payload.array)], tuple(np.broadcast_to(a, d_score.shape) for a in at), contribution
-            )
+            grad = d_arrays[id(node.payload.array)]
+            if at:
+                np.add.at(grad, tuple(np.broadcast_to(a, d_score.shape) for a in at), contribution)
+            else:  # an array of no dimensions
+                grad += contribution.sum()
     return Grads(store(d_q), store(d_k), store(d_v), d_sinks, tuple(d_arrays.values()))
 
 

@@ -21,7 +21,7 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import INT32_MAX, INT32_MIN, Expr, S, constant, evaluate, evaluate_all, loads, nodes, variables
 from tilewise.intervals import INTERVAL_OPS, SCORE
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Lengths, Shape, Tile
 
 _COARSE = 16  # tiles a side: blocks of tiles are classified first, and only mixed ones are looked into
 _CACHE_SIZE = 256
@@ -137,7 +137,11 @@ class Plan:
         """Slow-memory traffic, tiled: q, out and lse once, k and v once for each query tile that visits them."""
         s, size = self.shape, _itemsize(self.shape.dtype)
         rows = s.batch * s.heads * s.n_q
-        return rows * (s.d + s.d_v) * size + rows * 4 + self._visited[1] * (s.d + s.d_v) * size
+        return (
+            rows * (s.d + s.d_v) * size
+            + rows * arrays.compute_dtype(s.dtype).itemsize
+            + self._visited[1] * (s.d + s.d_v) * size
+        )
 
     @property
     def bytes_naive(self) -> int:
@@ -298,10 +302,14 @@ def _interleave(tables: list[Array], counts: list[Array]) -> Runs:
     return Runs(np.concatenate([part[h] for h in heads for part in parts]), offsets)
 
 
-def check_integers(expr: Expr, shape: Shape) -> None:
+def check_integers(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> None:
     """Refuse shapes at which integers of the expression would not fit 32 bits on every kernel system."""
     lo = shape.env(0, 0, 0, 0)
     hi = shape.env(shape.batch, shape.heads, shape.n_q, shape.n_k)
+    if lengths is not None:  # positions are each sequence's own; QP and KP alone run through all of them
+        n_q, n_k = (int(np.max(np.diff(x), initial=0)) for x in (lengths.q, lengths.k))
+        lo.update(NQ=0, NK=0)
+        hi.update(B=len(lengths.q) - 1, Q=n_q, K=n_k, NQ=n_q, NK=n_k)
     env = {"S": SCORE, **{name: (np.asarray(lo[name]), np.asarray(hi[name])) for name in lo}}
     unknown = np.asarray(np.nan)
     values = evaluate_all(expr, env, {**INTERVAL_OPS, "load": lambda *_: (unknown, unknown)})

@@ -68,7 +68,7 @@ def add_sink(partial: Partial, sink: Any) -> Partial:
     if sink is None:
         return partial
     lse = np.logaddexp(partial.lse, sink).astype(partial.lse.dtype)
-    return Partial(partial.out * np.exp(partial.lse - lse)[..., None], lse)
+    return Partial(partial.out * np.exp(partial.lse - finite(lse))[..., None], lse)
 
 
 def merge(partials: Sequence[Partial], sinks: Any = None) -> Partial:
@@ -77,7 +77,11 @@ def merge(partials: Sequence[Partial], sinks: Any = None) -> Partial:
     lse = partials[0].lse
     for partial in partials[1:]:
         lse = xp.logaddexp(lse, partial.lse)
-    total = lse if sinks is None else xp.logaddexp(lse, xp.zeros_like(lse) + sinks[:, None])
+    total = lse
+    if sinks is not None:
+        logits = xp.zeros_like(lse)
+        logits[...] = sinks[:, None] if len(lse.shape) == 3 else sinks  # packed lse is (total, heads)
+        total = xp.logaddexp(lse, logits)
     shift = xp.where(total == -np.inf, xp.zeros_like(total), total)
     out = sum(p.out * xp.exp(p.lse - shift)[..., None] for p in partials)
     return Partial(out, total)

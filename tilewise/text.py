@@ -17,7 +17,9 @@ from tilewise import expr as ex
 from tilewise.expr import Expr
 
 MAX_LENGTH = 65536
-MAX_INLINE = 256  # nodes as printed; beyond it shared parts are named, so that no text blows up
+MAX_INLINE = 256  # nodes as printed; beyond it shared and deep parts are named, so that no text blows up
+MAX_PART = 1024  # characters of a part, once parts are named: no text nests deeper than it can be parsed
+MAX_NODES = 16384  # of an expression read from text: `>>` of a thing with itself doubles it
 
 _SYMBOL = {**ex.ARITHMETIC, **ex.COMPARISONS, **ex.LOGIC}
 # How tightly Python binds: & and | bind tighter than comparisons.
@@ -49,7 +51,7 @@ def to_text(expr: Expr) -> str:
     statements: list[str] = []
     for node in order:
         parts[node] = _print_node(node, parts, names)
-        if share and node.args and uses.get(node, 0) > 1:
+        if share and node.args and (uses.get(node, 0) > 1 or (uses.get(node, 0) and len(parts[node].text) > MAX_PART)):
             name = f"t{len(statements)}"
             statements.append(f"{name} = {parts[node].text}")
             parts[node] = _Text(name, _ATOM)
@@ -103,8 +105,13 @@ class ExpressionError(ValueError):
 
 def parse(text: str, arrays: Sequence[Any] = ()) -> Expr:
     """Text such as "causal() & window(512)" as an expression. a0, a1 ... name the given arrays."""
+    if not isinstance(text, str):
+        raise TypeError(f"parse: expected text such as 'causal() & window(512)', got {type(text).__name__}")
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"the expression has {len(text)} characters; {MAX_LENGTH} is the most")
+    if not text.isascii():  # Python folds letters that look alike into one name
+        odd = next(c for c in text if not c.isascii())
+        raise ExpressionError(f"in {_shorten(text)!a}: expressions are written in ASCII, got {odd!a}")
     try:
         return _Parser(text, arrays).parse()
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -158,7 +165,10 @@ class _Parser:
             case ast.UnaryOp(op=ast.Invert(), operand=operand):
                 return ~ex.lift(self.value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return getattr(ex.lift(self.value(left)), _BINARY[type(op)])(ex.lift(self.value(right)))
+                a, b = ex.lift(self.value(left)), ex.lift(self.value(right))
+                if isinstance(op, ast.RShift) and len(ex.nodes(a)) + len(ex.nodes(b)) > MAX_NODES:
+                    raise self.error(node, f"the expression would have more than {MAX_NODES} operations")
+                return getattr(a, _BINARY[type(op)])(b)
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _BINARY:
                 return getattr(ex.lift(self.value(left)), _BINARY[type(op)])(ex.lift(self.value(right)))
             case ast.Compare(ops=[_, _, *_]):
@@ -190,6 +200,8 @@ class _Parser:
             raise self.error(node, f"unknown function {name!r}; known: {', '.join(sorted(self.functions))}")
         if any(k.arg is None for k in keywords):
             raise self.error(node, "** is not allowed")
+        if len({k.arg for k in keywords}) < len(keywords):
+            raise self.error(node, "an argument is given twice")
         return self.functions[name](*map(self.value, args), **{str(k.arg): self.value(k.value) for k in keywords})
 
     def error(self, node: ast.AST | None, reason: str) -> ExpressionError:

@@ -290,7 +290,7 @@ def check_variant(spec: Attention, shape: Shape) -> None:
         for node in nodes(expr):
             if node.op == "load":
                 _check_load(node, sizes, packed=spec.lengths is not None)
-        schedule.check_integers(expr, shape)
+        schedule.check_integers(expr, shape, spec.lengths)
 
 
 def _check_load(node: Expr, sizes: dict[str, int], packed: bool) -> None:

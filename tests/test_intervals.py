@@ -1,0 +1,189 @@
+"""Bounds over tiles are never wrong: whatever an expression is, its values lie within them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tests.strategies import SMALL, bool_exprs, dense_env, float_exprs, int_exprs, profile
+from tilewise import expr as ex
+from tilewise.expr import H, K, Q, S
+from tilewise.intervals import INTERVAL_OPS, SCORE
+from tilewise.kernels.numpy.ops import numpy_ops
+
+TILES = st.sampled_from([(1, 1), (3, 2), (4, 4), (5, 7), (12, 14)])
+
+
+def bounds(expr, tile, shape=SMALL):
+    """lo and hi of every tile, spread back over the positions they are about."""
+    q, k = (np.arange(0, n, t) for n, t in zip((shape.n_q, shape.n_k), tile, strict=True))
+    b, h = np.arange(shape.batch)[:, None, None, None], np.arange(shape.heads)[:, None, None]
+    low = shape.env(b, h, q[:, None], k)
+    high = shape.env(b, h, np.minimum(q + tile[0], shape.n_q)[:, None] - 1, np.minimum(k + tile[1], shape.n_k) - 1)
+    env = {"S": SCORE, **{name: (np.asarray(low[name]), np.asarray(high[name])) for name in low}}
+    grid = (shape.batch, shape.heads, len(q), len(k))
+    for side in ex.evaluate(expr, env, INTERVAL_OPS):
+        over_tiles = np.broadcast_to(side, grid)
+        yield over_tiles.repeat(tile[0], axis=2)[:, :, : shape.n_q].repeat(tile[1], axis=3)[..., : shape.n_k]
+
+
+def assert_sound(expr, tile, dtype=np.float64):
+    lo, hi = bounds(expr, tile)
+    with np.errstate(all="ignore"):
+        found = np.broadcast_to(ex.evaluate(expr, dense_env(dtype=dtype), numpy_ops(dtype)), lo.shape)
+    if expr.kind == ex.BOOL:
+        assert not (lo & ~found).any(), f"{expr}: said to hold everywhere and does not"
+        assert not (~hi & found).any(), f"{expr}: said to hold nowhere and does"
+        assert not (lo & ~hi).any()
+        return
+    unknown = np.isnan(lo) | np.isnan(hi)
+    inside = (found >= lo) & (found <= hi)
+    assert (inside | unknown).all(), f"{expr}: {found[~(inside | unknown)][:3]} outside"
+    if expr.kind == ex.INT:
+        assert not unknown.any()
+
+
+@profile(500)
+@given(int_exprs(4), TILES)
+def test_bounds_of_integers(expr, tile):
+    assert_sound(expr, tile)
+
+
+@profile(500)
+@given(float_exprs(4), TILES, st.sampled_from([np.float32, np.float64]))
+def test_bounds_of_floats(expr, tile, dtype):
+    assert_sound(expr, tile, dtype)
+
+
+@profile(500)
+@given(bool_exprs(4, scores=True), TILES, st.sampled_from([np.float32, np.float64]))
+@example(tw.where(Q < 5, 0.1, 0.2) < 0.1 + 1e-12, (4, 4), np.float32)
+@example(tw.where(Q < 5, 0.1, 0.2) >= 0.1 + 1e-12, (4, 4), np.float32)
+@example(tw.load(np.array([0.1, 0.2], np.float32), Q % 2) > 0.1, (1, 1), np.float32)
+@example(tw.where(Q < 5, 1e39, 1.0) < np.inf, (4, 4), np.float32)
+def test_conditions_are_never_wrong(expr, tile, dtype):
+    assert_sound(expr, tile, dtype)
+
+
+@pytest.mark.slow
+@profile(10000)
+@given(st.one_of(int_exprs(5), float_exprs(5), bool_exprs(5, scores=True)), TILES, st.booleans())
+def test_bounds_of_anything_long(expr, tile, double):
+    assert_sound(expr, tile, np.float64 if double else np.float32)
+
+
+# -- exhaustively, on small integers ----------------------------------------------------------------------------------
+
+RANGES = [(lo, hi) for lo in range(-5, 6) for hi in range(lo, 6)]
+
+
+@pytest.mark.parametrize(
+    "op", ["add", "sub", "mul", "floordiv", "mod", "minimum", "maximum", "lt", "le", "gt", "ge", "eq", "ne"]
+)
+def test_every_small_range_of_integers(op):
+    """All pairs of ranges within -5 .. 5: bounds hold, and for all but % they are the tightest there are."""
+    lo, hi = np.array(RANGES).T
+    a, b = (lo[:, None], hi[:, None]), (lo, hi)
+    low, high = (np.broadcast_to(x, (len(lo), len(lo))) for x in INTERVAL_OPS[op](a, b))
+    values = np.arange(-5, 6)
+    table = numpy_ops(np.float64)[op](values[:, None], values)  # table[x + 5, y + 5]
+    for i, (a_lo, a_hi) in enumerate(RANGES):
+        for j, (b_lo, b_hi) in enumerate(RANGES):
+            block = table[a_lo + 5 : a_hi + 6, b_lo + 5 : b_hi + 6]
+            assert low[i, j] <= block.min() and high[i, j] >= block.max(), (op, RANGES[i], RANGES[j])
+            if op not in ("mod", "floordiv"):
+                assert low[i, j] == block.min() and high[i, j] == block.max(), (op, RANGES[i], RANGES[j])
+
+
+@pytest.mark.parametrize("op", ["neg", "abs"])
+def test_every_small_range_of_one_integer(op):
+    for lo, hi in RANGES:
+        low, high = INTERVAL_OPS[op]((np.asarray(lo), np.asarray(hi)))
+        values = numpy_ops(np.float64)[op](np.arange(lo, hi + 1))
+        assert (low, high) == (values.min(), values.max()), (op, lo, hi)
+
+
+def test_remainders_and_quotients_by_a_constant_are_tight():
+    for divisor in (-4, -1, 1, 2, 3, 7):
+        for lo, hi in RANGES:
+            a, b = (np.asarray(lo), np.asarray(hi)), (np.asarray(divisor),) * 2
+            quotients = np.arange(lo, hi + 1) // divisor
+            assert INTERVAL_OPS["floordiv"](a, b) == (quotients.min(), quotients.max())
+            if quotients.min() == quotients.max():
+                rest = np.arange(lo, hi + 1) % divisor
+                assert INTERVAL_OPS["mod"](a, b) == (rest.min(), rest.max())
+
+
+# -- loads ------------------------------------------------------------------------------------------------------------
+
+
+def test_loads_have_the_bounds_of_their_box():
+    rng = np.random.default_rng(0)
+    cases = [
+        tw.load(rng.integers(-50, 50, 12), Q),
+        tw.load(rng.integers(-50, 50, 14), K),
+        tw.load(rng.integers(-50, 50, 40), Q + K),
+        tw.load(rng.integers(-50, 50, (12, 14)), Q, K),
+        tw.load(rng.integers(-50, 50, (14, 12)), K, Q),
+        tw.load(rng.integers(-50, 50, (2, 4, 12, 14)), tw.B, H, Q, K),
+        tw.load(rng.integers(-50, 50, (14, 4, 12, 2)), K, H, Q, tw.B),
+        tw.load(rng.integers(-50, 50, (4, 14)), H, K),
+        tw.load(rng.integers(-50, 50, (1, 4, 1, 14)), 0, H, 0, K),
+    ]
+    for expr in cases:
+        for tile in ((4, 7), (5, 3), (1, 1), (12, 14)):
+            assert_sound(expr, tile)
+            found = ex.evaluate(expr, dense_env(), numpy_ops(np.float64))
+            found = np.broadcast_to(found, (2, 4, 12, 14))
+            lo, hi = bounds(expr, tile)
+            for i in range(0, 12, tile[0]):
+                for j in range(0, 14, tile[1]):
+                    block = np.s_[:, :, i : i + tile[0], j : j + tile[1]]
+                    assert np.array_equal(lo[:, :, i, j], found[block].min(axis=(2, 3))), (expr, tile)
+                    assert np.array_equal(hi[:, :, i, j], found[block].max(axis=(2, 3))), (expr, tile)
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 1000, 65536, 65537, 200_001])
+def test_long_lines_are_summarised_soundly(n):
+    rng = np.random.default_rng(n)
+    array = rng.integers(-1000, 1000, n)
+    first = rng.integers(0, n, 300)
+    last = np.minimum(first + rng.integers(0, n, 300) // rng.integers(1, n + 1, 300), n - 1)
+    lo, hi = INTERVAL_OPS["load"](ex.Loaded(array), (first, last))
+    for i, (a, b) in enumerate(zip(first, last, strict=True)):
+        assert lo[i] <= array[a : b + 1].min() <= array[a : b + 1].max() <= hi[i]
+        if n <= 65536:
+            assert (lo[i], hi[i]) == (array[a : b + 1].min(), array[a : b + 1].max())
+
+
+def test_indices_outside_are_clamped_as_values_are():
+    array = np.array([5, 6, 7])
+    lo, hi = INTERVAL_OPS["load"](ex.Loaded(array), (np.array([-9, -9, 1, 8]), np.array([-4, 1, 50, 90])))
+    assert (lo.tolist(), hi.tolist()) == ([5, 5, 6, 7], [5, 6, 7, 7])
+
+
+def test_nan_in_an_array_is_unknown():
+    x = np.array([1.0, np.nan, 2.0, 3.0])
+    always, sometimes = INTERVAL_OPS["lt"](
+        INTERVAL_OPS["load"](ex.Loaded(x), (np.array([0, 2]), np.array([1, 3]))), INTERVAL_OPS["const"](10.0)
+    )
+    assert always.tolist() == [False, True]
+    assert sometimes.tolist() == [True, True]
+
+
+def test_scores_are_finite_and_large():
+    for expr, always, sometimes in [
+        (S > -np.inf, True, True),
+        (S < 0, False, True),
+        (tw.where(Q < 100, S, -np.inf) > -np.inf, True, True),
+        (tw.where(Q >= 100, S, -np.inf) > -np.inf, False, False),
+        (S - 1e30 > -np.inf, True, True),
+        (tw.tanh(S) <= 1.1, True, True),
+        (tw.exp(S) >= -1.0, True, True),
+    ]:
+        lo, hi = bounds(expr, (4, 4))
+        assert (lo.all(), hi.all()) == (always, sometimes), expr
+        assert (lo.any(), hi.any()) == (always, sometimes), expr
