@@ -16,11 +16,14 @@ help:
 demo: $(VENV)/.package
 	@$(BIN)/tilewise demo
 
+# One thread each: the workers share the cores, and a BLAS library's own threads would fight over them.
+PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+
 test: lint
-	$(BIN)/python -m pytest -n auto -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest -n auto
+	$(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

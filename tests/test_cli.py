@@ -72,10 +72,10 @@ def test_demo_compares_what_it_says(short_demo: None) -> None:
 def test_standard_attention_is_not_tried_where_it_would_not_fit(
     capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "_free_memory", lambda: 4 * 2 * 2 * 256 * 256)
+    monkeypatch.setattr(compare, "available_memory", lambda: 4 * 2 * 2 * 256 * 256)
     code, out, _ = _run(capsys, "demo")
     assert code == 0
-    assert "n = 1024, window(256), standard: not run: two matrices of 4.0 MiB do not fit comfortably" in out
+    assert "standard attention at n = 1024, window(256): not run: two matrices of 4.0 MiB do not fit" in out
     assert "At n = 1024, window(256) the full matrix would take 4.0 MiB; the tiles just run." in out
 
 

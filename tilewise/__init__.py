@@ -1,10 +1,11 @@
 """Tilewise: exact attention, computed tile by tile. One definition of a variant, every kernel system."""
 
 from tilewise._version import __version__
-from tilewise.api import attention, attention_varlen, attention_vjp, explain, merge, weights
+from tilewise.api import attention, attention_varlen, attention_vjp, explain, weights
 from tilewise.dispatch import Unsupported
 from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Q, S, exp, load, log, maximum, minimum, tanh, where
 from tilewise.flex import from_mask_mod, from_score_mod
+from tilewise.merging import merge
 from tilewise.picture import picture
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.text import ExpressionError, parse

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from tilewise import arrays, dispatch, reference, softmax
+from tilewise import arrays, dispatch, reference
 from tilewise.explanation import Explanation, explain_call
-from tilewise.spec import Grads, Partial
+from tilewise.spec import Grads
 from tilewise.validate import Call, prepare, prepare_varlen
 
 
@@ -119,56 +119,6 @@ def attention_vjp(
         return replace(grads, **{name: call.restore(getattr(grads, name)) for name in "qkv"})
 
     return out, pullback
-
-
-def merge(partials: Sequence[Any], *, sinks: Any = None) -> Partial:
-    """Results over disjoint keys as one: each partial is (out, lse), as attention(..., return_lse=True) gives them.
-
-    sinks: given here and not to the partial calls, since they join the row sum once.
-    """
-    parts = [_partial(i, p) for i, p in enumerate(partials)]
-    if not parts:
-        raise ValueError("merge: expected at least one partial result, got none")
-    first = parts[0]
-    for i, part in enumerate(parts):
-        for name, x, like in (("out", part.out, first.out), ("lse", part.lse, first.lse)):
-            if arrays.is_torch(x) != arrays.is_torch(like):
-                raise TypeError(f"merge: {name} of partial {i} is of another library than that of partial 0")
-            if tuple(x.shape) != tuple(like.shape):
-                raise ValueError(
-                    f"merge: {name} of partial {i} has shape {tuple(x.shape)}, that of partial 0 {tuple(like.shape)}"
-                )
-    if sinks is not None:
-        _check_sinks(sinks, first)
-    if arrays.is_torch(first.out):
-        merged = softmax.merge(parts, sinks)
-        return Partial(merged.out.to(first.out.dtype), merged.lse)
-    merged = softmax.merge([Partial(arrays.widen(arrays.as_numpy(p.out), p.lse.dtype), p.lse) for p in parts], sinks)
-    return Partial(arrays.like(arrays.narrow(merged.out, arrays.dtype_name(first.out)), first.out), merged.lse)
-
-
-def _partial(i: int, given: Any) -> Partial:
-    if not isinstance(given, Partial) and not (isinstance(given, tuple | list) and len(given) == 2):
-        raise TypeError(f"merge: partial {i}: expected (out, lse), got {type(given).__name__}")
-    part = given if isinstance(given, Partial) else Partial(*given)
-    if not arrays.is_array(part.out) or not arrays.is_array(part.lse):
-        raise TypeError(f"merge: partial {i}: expected two arrays, (out, lse), got {type(part.out).__name__}")
-    if tuple(part.lse.shape) != tuple(part.out.shape[:-1]):
-        raise ValueError(
-            f"merge: lse of partial {i} has shape {tuple(part.lse.shape)}, "
-            f"expected {tuple(part.out.shape[:-1])} as its out {tuple(part.out.shape)} needs"
-        )
-    return part
-
-
-def _check_sinks(sinks: Any, part: Partial) -> None:
-    """(batch, heads, n) results have a sink a head, packed (total, heads) ones too; the others have one head."""
-    shape = tuple(part.lse.shape)
-    heads = {1} if len(shape) == 1 else {shape[1]} if len(shape) == 3 else {1, shape[1]}
-    if not arrays.is_array(sinks) or len(sinks.shape) != 1 or sinks.shape[0] not in heads:
-        found = tuple(sinks.shape) if arrays.is_array(sinks) else type(sinks).__name__
-        expected = " or ".join(f"({n},)" for n in sorted(heads))
-        raise ValueError(f"sinks: expected shape {expected}, one a query head, got {found}")
 
 
 def explain(

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from tilewise import arrays, schedule
+from tilewise import arrays, schedule, variants
 from tilewise.expr import BOOL, Expr, as_float, nodes, variables
 from tilewise.spec import Attention, Lengths, Shape
-from tilewise.variants import bias, causal, dense
 
 MAX_HEAD_DIM = 512
 PACKED = 0
@@ -51,19 +50,8 @@ def _expand(x: Any, rank: int) -> Any:
     return x[None, None] if rank == 2 else x[:, None] if rank == 3 else x
 
 
-def prepare(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    causal: bool = False,
-    mask: Any = None,
-    score: Any = None,
-    scale: float | None = None,
-    sinks: Any = None,
-    batch_invariant: bool = False,
-) -> Call:
-    """Check a dense call."""
+def prepare(q: Any, k: Any, v: Any, **options: Any) -> Call:
+    """Check a dense call; options are those of `attention` that say what to compute."""
     _check_arrays(q, k, v)
     rank = len(q.shape)
     if rank not in _LAYOUTS:
@@ -75,24 +63,11 @@ def prepare(
             )
     q, k, v = (_expand(x, rank) for x in (q, k, v))
     _check_sizes(q, k, v)
-    spec = _spec(q, k, causal, mask, score, scale, sinks, batch_invariant, rank)
+    spec = _spec(q, k, rank, **options)
     return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, rank))
 
 
-def prepare_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    lengths_q: Any,
-    lengths_k: Any,
-    *,
-    causal: bool = False,
-    mask: Any = None,
-    score: Any = None,
-    scale: float | None = None,
-    sinks: Any = None,
-    batch_invariant: bool = False,
-) -> Call:
+def prepare_varlen(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, **options: Any) -> Call:
     """Check a call on packed sequences."""
     _check_arrays(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -101,11 +76,9 @@ def prepare_varlen(
     lengths = Lengths(_cumulative("lengths_q", lengths_q, q, "q"), _cumulative("lengths_k", lengths_k, k, "k"))
     if len(lengths.q) != len(lengths.k):
         raise ValueError(f"lengths_k: expected {len(lengths.q)} entries as lengths_q has, got {len(lengths.k)}")
-    if mask is not None and not isinstance(mask, Expr):
-        raise TypeError("mask: packed sequences take an expression; read an array with tw.load(array, tw.QP, ...)")
     q, k, v = (_expand(x, PACKED) for x in (q, k, v))
     _check_sizes(q, k, v)
-    spec = _spec(q, k, causal, mask, score, scale, sinks, batch_invariant, PACKED, lengths)
+    spec = _spec(q, k, PACKED, lengths, **options)
     return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, PACKED))
 
 
@@ -165,16 +138,17 @@ def _scale(scale: Any, q: Any) -> float:
 def _spec(
     q: Any,
     k: Any,
-    causal_: Any,
-    mask: Any,
-    score: Any,
-    scale: Any,
-    sinks: Any,
-    batch_invariant: Any,
     rank: int,
     lengths: Lengths | None = None,
+    *,
+    causal: Any = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: Any = None,
+    sinks: Any = None,
+    batch_invariant: Any = False,
 ) -> Attention:
-    for name, flag in (("causal", causal_), ("batch_invariant", batch_invariant)):
+    for name, flag in (("causal", causal), ("batch_invariant", batch_invariant)):
         if not isinstance(flag, bool | np.bool_):
             raise TypeError(f"{name}: expected True or False, got {flag!r}")
     score_expr = score_expression(score)
@@ -184,12 +158,12 @@ def _spec(
     elif mask is not None:
         aligned = _aligned_mask(mask, rank, (*q.shape[:3], k.shape[2]))
         if arrays.value_kind(mask) == "bool":
-            mask_expr = dense(aligned)
+            mask_expr = variants.dense(aligned)
         else:
-            added = bias(aligned)
+            added = variants.bias(aligned)
             score_expr = added if score_expr is None else score_expr >> added
-    if causal_:
-        mask_expr = causal() if mask_expr is None else causal() & mask_expr
+    if causal:
+        mask_expr = variants.causal() if mask_expr is None else variants.causal() & mask_expr
     return Attention(
         _scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant)
     )
@@ -216,6 +190,8 @@ def mask_expression(mask: Expr) -> Expr:
 
 def _aligned_mask(mask: Any, rank: int, scores: tuple[int, ...]) -> Any:
     """A caller's mask array, with the axis for heads that three-dimensional inputs do not have."""
+    if rank == PACKED:
+        raise TypeError("mask: packed sequences take an expression; read an array with tw.load(array, tw.QP, ...)")
     if not arrays.is_array(mask):
         advice = "; wrap a FlexAttention function in tw.from_mask_mod(fn)" if callable(mask) else ""
         advice = "; parse text with tw.parse(text)" if isinstance(mask, str) else advice

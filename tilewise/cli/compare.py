@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import tracemalloc
@@ -10,13 +9,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import tilewise as tw
 from tilewise import dispatch, lab, schedule
+from tilewise.bench.machine import available_memory
 from tilewise.cli.terminal import progress
 from tilewise.explanation import size
 from tilewise.expr import Expr
@@ -26,6 +25,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 BEYOND = 131072  # with a window: tiles skip what the full matrix would have to store
 WINDOW = 256
 D = 64
+ASSUMED_MEMORY = 8 << 30  # where the system does not say
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def on_cpu(names: list[str]) -> list[Row]:
         progress(f"standard against tiled attention: n = {n}")
         rng = np.random.default_rng(n)
         q, k, v = (rng.standard_normal((n, D), dtype=np.float32) for _ in range(3))
-        standard: Measured | str = _too_large(4 * n * n, _free_memory())
+        standard: Measured | str = _too_large(4 * n * n, available_memory())
         if not standard:
             standard = _measure(partial(lab.standard_attention, q, k, v))
         tiled = _measure(partial(tw.attention, q, k, v, mask=mask, kernel=name))
@@ -134,21 +134,13 @@ def _measure_gpu(torch: Any, call: Callable[[], Any]) -> Measured | str:
     except torch.OutOfMemoryError:
         return f"out of memory on the GPU ({size(torch.cuda.get_device_properties(0).total_memory)} in all)"
     except tw.Unsupported as error:
-        return str(error).replace("\n", " ")
+        return " ".join(str(error).split())
     return Measured(statistics.median(seconds), torch.cuda.max_memory_allocated() - before)
 
 
-def _too_large(matrix: int, free: int) -> str:
+def _too_large(matrix: int, free: int | None) -> str:
     """Why standard attention is not tried: it holds the scores and the weights, two matrices at the least."""
+    free = free or ASSUMED_MEMORY
     if 2 * matrix <= free // 2:
         return ""
     return f"not run: two matrices of {size(matrix)} do not fit comfortably into {size(free)} of free memory"
-
-
-def _free_memory() -> int:
-    """Memory that can be had now, or half of what there is where the system does not say."""
-    try:
-        with Path("/proc/meminfo").open() as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -110,10 +110,8 @@ def _report(title: str, rows: list[compare.Row]) -> None:
     print(title)
     header = ["n", "standard", "tiled", "speed-up", "standard memory", "tiled memory", "full matrix", "tiles"]
     print(table(header, [_cells(row) for row in rows]))
-    for row in rows:
-        for side, result in (("standard", row.standard), ("tiled", row.tiled)):
-            if isinstance(result, str):
-                print(f"  n = {row.label}, {side}: {result}")
+    for (side, reason), labels in _missing(rows).items():
+        print(f"  {side} attention at n = {'; '.join(labels)}: {reason}")
     print()
     items = []
     for row in rows:
@@ -123,6 +121,16 @@ def _report(title: str, rows: list[compare.Row]) -> None:
     if items:
         print("memory beyond the inputs, on a logarithmic scale")
         print(f"{log_bars(items)}\n")
+
+
+def _missing(rows: list[compare.Row]) -> dict[tuple[str, str], list[str]]:
+    """What did not run, and why: each reason once, with the lengths it holds for."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for side, result in (("standard", row.standard), ("tiled", row.tiled)):
+            if isinstance(result, str):
+                found.setdefault((side, result), []).append(row.label)
+    return found
 
 
 def _cells(row: compare.Row) -> list[str]:

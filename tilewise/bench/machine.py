@@ -1,0 +1,102 @@
+"""What machine and which versions: enough to read a result by, nothing that says whose it is."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "OMP_NUM_THREADS")
+
+
+def describe(device: str = "cpu") -> dict[str, Any]:
+    return {
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "memory_bytes": total_memory(),
+        "os": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "blas": blas(),
+        "blas_threads": {name: os.environ[name] for name in _BLAS_THREADS if name in os.environ},
+        **_torch(device),
+    }
+
+
+def cpu_model() -> str:
+    try:
+        if sys.platform == "darwin":
+            told = subprocess.run(
+                ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True
+            )
+            return told.stdout.strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def total_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def available_memory() -> int | None:
+    """What could be taken now: the system's answer, or a container's limit where that is lower; else all there is."""
+    found = total_memory()
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found = int(line.split()[1]) * 1024
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max", no number, means no limit
+        return limit - used if found is None else min(found, limit - used)
+    except (OSError, ValueError):
+        return found
+
+
+def blas() -> str:
+    """The name and version alone: the rest of NumPy's answer has paths."""
+    try:
+        config: Any = np.show_config(mode="dicts")
+        found = config["Build Dependencies"]["blas"]
+        return f"{found['name']} {found['version']}"
+    except (TypeError, KeyError):  # NumPy 1.24 knows no mode
+        return "unknown"
+
+
+def _torch(device: str) -> dict[str, Any]:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return {"torch": None, "torch_threads": None, "gpu": None}
+    gpu = torch.cuda.get_device_name() if device != "cpu" else None
+    return {"torch": torch.__version__, "torch_threads": torch.get_num_threads(), "gpu": gpu}
+
+
+def one_line(machine: dict[str, Any]) -> str:
+    """For the head of a table and the foot of a picture."""
+    parts = [
+        machine["gpu"],
+        f"{machine['cpu']}, {machine['cores']} cores",
+        machine["os"],
+        f"Python {machine['python']}",
+    ]
+    parts += [f"NumPy {machine['numpy']} ({machine['blas']})"]
+    if machine["torch"]:
+        parts.append(f"PyTorch {machine['torch']} ({machine['torch_threads']} threads)")
+    return " · ".join(p for p in parts if p)

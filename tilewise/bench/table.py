@@ -1,0 +1,91 @@
+"""Results as text: a table a cell, and a summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+from tilewise.bench import machine
+from tilewise.explanation import size
+
+Record = dict[str, Any]
+CELL = ("variant", "n", "d", "dtype", "batch", "heads", "heads_k", "pass", "device")
+HEADS = ("contestant", "median ms", "p10 - p90", "GFLOP/s", "vs best peer", "extra memory", "max error")
+NOTES = (
+    "GFLOP/s: 4 d operations for each visible (query, key) pair, the same for everyone (3.5 times that with backward).",
+    "vs best peer: 2.00x is twice as fast. Extra memory: peak beyond the inputs, the output and dense masks included.",
+)
+
+
+def text(results: dict[str, Any]) -> str:
+    lines = [f"tilewise {results['tilewise']}, {results['date']}", machine.one_line(results["machine"])]
+    lines += [f"not here: {name}: {reason}" for name, reason in results["missing"].items()]
+    for _, records in groupby(sorted(results["records"], key=_place(results)), key=_cell):
+        lines += ["", *_table(list(records))]
+    return "\n".join([*lines, "", *summary(results["records"]), *NOTES])
+
+
+def _cell(record: Record) -> tuple[Any, ...]:
+    return tuple(record[name] for name in CELL)
+
+
+def _place(results: dict[str, Any]) -> Callable[[Record], tuple[Any, ...]]:
+    """Cells of a variant together, sizes rising; variants in the order they first came."""
+    order = {variant: i for i, variant in reversed(list(enumerate(r["variant"] for r in results["records"])))}
+    return lambda r: (r["dtype"], r["pass"], r["d"], order[r["variant"]], r["n"])
+
+
+def _table(records: list[Record]) -> list[str]:
+    return [title(records[0]), *_columns([HEADS, *map(_row, records)])]
+
+
+def title(r: Record) -> str:
+    """The cell of a record in one line."""
+    heads = f"{r['heads']}" if r["heads"] == r["heads_k"] else f"{r['heads']} (keys: {r['heads_k']})"
+    size = f"{r['variant']}, n {r['n']}, d {r['d']}"
+    return f"{size}: {r['dtype']}, batch {r['batch']}, heads {heads}, {r['pass']}, {r['device']}"
+
+
+def _row(r: Record) -> Sequence[str]:
+    if r["median_ms"] is None:
+        return r["contestant"], f"{r['status']}: {r['reason']}"
+    error = "not finite" if r["error"] is None else f"{r['error']:.1e}"
+    return (
+        r["contestant"], f"{r['median_ms']:.3f}", f"{r['p10_ms']:.3f} - {r['p90_ms']:.3f}",
+        "-" if r["gflops"] is None else f"{r['gflops']:.1f}", "-" if r["ratio"] is None else f"{r['ratio']:.2f}x",
+        "-" if r["extra_bytes"] is None else size(r["extra_bytes"]),
+        f"{error}  WRONG: {r['reason']}" if r["status"] == "wrong" else error,
+    )  # fmt: skip
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Names to the left, numbers to the right; a row of two cells is a name and a remark."""
+    full = [row for row in rows if len(row) == len(HEADS)]
+    name = max(len(row[0]) for row in rows)
+    widths = [max(len(row[i].split("  ")[0]) for row in full) for i in range(1, len(HEADS))]
+    return [f"  {row[0]:<{name}}  {_cells(row[1:], widths)}".rstrip() for row in rows]
+
+
+def _cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+    if len(cells) == 1:
+        return cells[0]
+    return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def summary(records: Iterable[Record]) -> list[str]:
+    """The geometric mean of each of our contestants' ratios, right answers only."""
+    ratios: dict[str, list[float]] = {}
+    unwell: dict[str, int] = {}
+    for r in records:
+        if r["ours"] and r["status"] == "ok" and r["ratio"]:
+            ratios.setdefault(r["contestant"], []).append(r["ratio"])
+        if r["status"] in ("wrong", "failed"):
+            unwell[r["contestant"]] = unwell.get(r["contestant"], 0) + 1
+    lines = [
+        f"{name}: {math.exp(math.fsum(map(math.log, found)) / len(found)):.2f}x the speed of the best peer "
+        f"(geometric mean of {len(found)} cells)"
+        for name, found in ratios.items()
+    ]
+    return [*lines, *(f"{name}: wrong or failed in {count} cells" for name, count in unwell.items())]
