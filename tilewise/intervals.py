@@ -168,16 +168,14 @@ def _const(value: bool | int | float) -> Interval:
 def _load(slot: Loaded, *index: Interval) -> Interval:
     """The smallest and largest value the array has anywhere in the box that the indices span."""
     array = arrays.as_numpy(slot.array)
-    kind = arrays.value_kind(slot.array)
-    if kind == "float":
-        array = arrays.widen(array, np.float64)
-    elif kind == "int":
-        array = array.astype(np.int64)
+    if array.dtype == arrays.BFLOAT16:
+        array = arrays.widen(array, np.float32)
     box = [_within(i, n) for i, n in zip(index, array.shape, strict=True)]
     lo, hi = _line(array, box[0]) if array.ndim == 1 else _box(array, box)
+    kind = arrays.value_kind(slot.array)
     if kind == "float":
         return _widen(_unless(np.isnan(lo) | np.isnan(hi), (lo, hi)), ARITHMETIC_ERROR)
-    return lo, hi
+    return (lo, hi) if kind == "bool" else (lo.astype(np.int64), hi.astype(np.int64))
 
 
 def _within(index: Interval, size: int) -> Interval:
@@ -214,8 +212,10 @@ def _box(array: Array, box: list[Interval]) -> Interval:
     if any(len(one) > 1 for one in axes) or len(set(used)) < len(used):
         # Indices that share a grid axis, or depend on two: bounds of the whole array are right, if loose.
         return np.full(grid, array.min()), np.full(grid, array.max())
-    low = high = array
+    # Only what the boxes touch is looked at: a plan asks for a band of a dense mask at a time.
+    low = high = array[tuple(slice(int(first.min()), int(last.max()) + 1) for first, last in box)]
     for axis, (first, last) in enumerate(box):
+        first, last = first - first.min(), last - first.min()
         low = _reduce(low, axis, first.ravel(), last.ravel(), np.minimum)
         high = _reduce(high, axis, first.ravel(), last.ravel(), np.maximum)
     # From the array's own axis order to the grid's.
