@@ -10,14 +10,15 @@ help:
 	@echo "make test      lint, types and the quick test suite"
 	@echo "make test-all  the same with the long tests"
 	@echo "make format    apply ruff's formatting and fixes"
-	@echo "make pictures  draw the figures of the docs again"
+	@echo "make pictures  draw the figures and write the tables of the docs again"
 	@echo "make clean     remove .venv and caches"
 
-demo: $(VENV)/.package
-	@$(BIN)/tilewise demo
+# One BLAS thread each: on a busy machine a BLAS library's threads wait for each other far longer than they compute.
+ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTEST     := $(ONE_THREAD) $(BIN)/python -m pytest -n auto
 
-# One thread each: the workers share the cores, and a BLAS library's own threads would fight over them.
-PYTEST := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+demo: $(VENV)/.package
+	@$(ONE_THREAD) $(BIN)/tilewise demo
 
 test: lint
 	$(PYTEST) -m "not slow"
@@ -36,6 +37,7 @@ format: $(VENV)/.test
 
 pictures: $(VENV)/.test
 	$(BIN)/python docs/figures.py
+	$(BIN)/python docs/tables.py
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,15 @@ def test_code_runs(page: Path) -> None:
             exec(compile(code, page.name, "exec"), names)
         if expected:
             assert printed.getvalue() == expected, code
+
+
+def test_tables_quote_the_results() -> None:
+    """What stands in the pages is what docs/tables.py makes of results/*.json."""
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    for page in tables["PAGES"]:
+        text = page.read_text()
+        assert text.count("<!-- end -->") > 0
+        assert tables["fill"](text) == text, f"{page.name}: run python docs/tables.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -19,7 +19,7 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": cores(),
         "memory_bytes": total_memory(),
-        "os": f"{platform.system()} {platform.release()}",
+        "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": blas(),

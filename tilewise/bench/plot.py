@@ -13,7 +13,7 @@ Record = dict[str, Any]
 _OURS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#a16207", "#15803d")
 _PEERS = {"torch sdpa": "#1d4ed8", "torch naive": "#60a5fa", "numpy naive": "#64748b"}
 _MATRIX = "#94a3b8"
-_DPI = 150
+_DPI = 75
 
 
 def draw(results: dict[str, Any], target: Path) -> list[Path]:

@@ -98,19 +98,17 @@ def _problem(n: int, mask: Expr | None) -> tuple[Attention, Shape]:
 
 
 def _measure(call: Callable[[], Any]) -> Measured:
-    """Median time of up to three runs, and the most memory NumPy held at once in one of them."""
+    """Median time of up to three runs, and the most memory NumPy held at once in them."""
     seconds: list[float] = []
-    while len(seconds) < 3 and sum(seconds) < 1.0:
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    tracemalloc.start()
+    tracemalloc.start()  # it counts allocations, of which an attention makes few: the time hardly notices
     try:
-        call()
-        peak = tracemalloc.get_traced_memory()[1]
+        while len(seconds) < 3 and sum(seconds) < 0.5:
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        return Measured(statistics.median(seconds), tracemalloc.get_traced_memory()[1])
     finally:
         tracemalloc.stop()
-    return Measured(statistics.median(seconds), peak)
 
 
 def _standard_gpu(torch: Any, q: Any, k: Any, v: Any) -> Any:
