@@ -71,8 +71,8 @@ def _machine(file: str) -> str:
     results = _results(file)
     m, o = results["machine"], results["options"]
     return (
-        f"Median milliseconds, {o['heads']} heads, batch {o['batch']}, {', '.join(o['dtype'])}; {m['cores']} cores of an "
-        f"{m['cpu']}, NumPy {m['numpy']}, PyTorch {m['torch']} with {m['torch_threads']} threads, "
+        f"Median milliseconds, {o['heads']} heads, batch {o['batch']}, {', '.join(o['dtype'])}; "
+        f"{m['cores']} cores of an {m['cpu']}, NumPy {m['numpy']}, PyTorch {m['torch']} with {m['torch_threads']} threads, "
         f"{results['date'][:10]}. From `results/{file}`."
     )
 

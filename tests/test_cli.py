@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import tilewise as tw
 from tilewise import cli, dispatch
 from tilewise.cli import compare, demo, terminal, trace
 from tilewise.kernels.numpy import NumpyKernel
@@ -60,23 +61,38 @@ def test_demo_shows_a_wrong_kernel(
     assert "NOT all exact" in out
 
 
-def test_demo_compares_what_it_says(short_demo: None) -> None:
+def test_demo_compares_what_it_says(short_demo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "LENGTHS", (64, 2048))
+    used: list[str] = []
+    attention = tw.attention
+    monkeypatch.setattr(tw, "attention", lambda *a, **o: used.append(o["kernel"]) or attention(*a, **o))
     rows = compare.on_cpu(["numpy"])
-    assert [row.n for row in rows] == [64, 256, 1024]
-    assert all(row.both for row in rows)
-    assert rows[1].matrix_bytes == 4 * 256 * 256
-    standard, tiled = rows[2].both or (None, None)
-    assert standard.bytes > 4 * 1024 * 1024 > tiled.bytes / 2  # type: ignore[union-attr]
+    assert [row.n for row in rows] == [64, 2048, 1024]
+    assert set(used) == {"numpy"}
+    assert rows[1].matrix_bytes == 4 * 2048 * 2048
+    standard, tiled = rows[1].both or (None, None)
+    assert standard.bytes >= rows[1].matrix_bytes > 4 * tiled.bytes  # type: ignore[union-attr]
+    assert rows[2].both is None, "standard attention has no window to compare with"
 
 
 def test_standard_attention_is_not_tried_where_it_would_not_fit(
     capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "available_memory", lambda: 4 * 2 * 2 * 256 * 256)
+    monkeypatch.setattr(compare, "available_memory", lambda: 4 * 2 * 2 * 256 * 256 - 1)
     code, out, _ = _run(capsys, "demo")
     assert code == 0
-    assert "standard attention at n = 1024, window(256): not run: two matrices of 4.0 MiB do not fit" in out
+    assert "standard attention at n = 256: not run: two matrices of 256 KiB do not fit comfortably" in out
+    assert "standard attention at n = 1024, window(256): not run: it would store 4.0 MiB for the 513 keys" in out
     assert "At n = 1024, window(256) the full matrix would take 4.0 MiB; the tiles just run." in out
+
+
+def test_the_demo_ends_on_a_slow_machine(
+    capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "PATIENCE", 1e-9)
+    code, out, _ = _run(capsys, "demo")
+    assert code == 0
+    assert "tiled attention at n = 256: not run: judging by n = 64 it would take about" in out
 
 
 def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +155,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--block", "1x2x3"], "--block"),
         (["plan", "--n", "-1"], "--n: expected at least 0, got -1"),
         (["plan", "--heads", "6", "--heads-k", "4"], "--heads-k: expected a divisor of --heads 6, got 4"),
+        (["plan", "--n", "1000000", "--block", "1"], "--block: 1 x 1 makes 1000000 x 1000000 tiles"),
         (["plan", "--head", "1"], "--head: expected 0 to 0, got 1"),
         (["plan", "--mask", "Q * Q * Q < K", "--n", "100000"], "beyond 32 bits"),
     ],

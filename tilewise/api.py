@@ -92,7 +92,7 @@ def attention_vjp(
 ) -> tuple[Any, Callable[..., Grads]]:
     """Attention and its gradients: out, and pullback(d_out, d_lse=None) -> Grads(q, k, v, sinks, arrays).
 
-    Grads.arrays has an entry for each loaded array that wants a gradient (tw.load(..., grad=True), tw.bias(b,
+    Grads.arrays has an entry for each array of the score that wants a gradient (tw.load(..., grad=True), tw.bias(b,
     grad=True) ...), in order of first appearance. With lengths_q and lengths_k the arrays are packed, as in
     attention_varlen.
     """
@@ -132,9 +132,11 @@ def explain(
     scale: float | None = None,
     sinks: Any = None,
     kernel: str = "auto",
+    return_lse: bool = False,
     batch_invariant: bool = False,
 ) -> Explanation:
     """What `attention` would do with these arguments: the kernel system, why not the others, the plan. Print it."""
+    del return_lse  # every kernel computes it
     call = prepare(
         q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
     )
@@ -188,6 +190,9 @@ def _like_result(name: str, gradient: Any, result: Any) -> Any:
     if arrays.is_torch(gradient) != arrays.is_torch(result):
         expected, came = (("a PyTorch tensor" if arrays.is_torch(x) else "a NumPy array") for x in (result, gradient))
         raise TypeError(f"{name}: expected {expected} as the result is, got {came}")
+    there, here = arrays.device_name(gradient), arrays.device_name(result)
+    if there != here:
+        raise ValueError(f"{name}: expected device {here} as the result is on, got {there}")
     if arrays.kind_of(gradient) != "float":
         expected = ", ".join(arrays.FLOAT_DTYPES)
         raise TypeError(f"{name}: expected {expected}, got {arrays.dtype_name(gradient)}")

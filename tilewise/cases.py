@@ -1,4 +1,4 @@
-"""The cases that every kernel system is judged by: the conformance suite, the demo and the benchmarks all read them.
+"""The cases that every kernel system is judged by: the conformance suite and the demo read them.
 
 A case is a variant on a shape. Adding a variant to the project means one file in variants/ and one line here.
 """
@@ -70,6 +70,8 @@ VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     "dense": lambda rng, s: {"mask": dense(rng.random((s.n_q, s.n_k)) < 0.3)},
     "dense per head": lambda rng, s: {"mask": rng.random((s.batch, s.heads, s.n_q, s.n_k)) < 0.3},
     "added mask": lambda rng, s: {"mask": _masked_bias(rng, s)},
+    "causal and a mask": lambda rng, s: {"causal": True, "mask": rng.random((s.n_q, s.n_k)) < 0.5},
+    "softcap, added mask": lambda rng, s: {"score": softcap(1.5), "mask": 4 * _normal(rng, s.n_q, s.n_k)},
     "alibi": lambda rng, s: {"score": alibi(s.heads)},
     "alibi slopes": lambda rng, s: {"score": alibi(rng.random(s.heads).astype(np.float32), grad=True)},
     "relative": lambda rng, s: {"score": relative(_normal(rng, 9), grad=True)},

@@ -60,11 +60,10 @@ NAMES = tuple(system.name for system in SYSTEMS)
 @cache
 def kernel(name: str) -> Kernel:
     """The kernel system of this name."""
-    for system in SYSTEMS:
-        if system.name == name:
-            made: Kernel = getattr(import_module(system.module), system.attribute)()
-            return made
-    raise ValueError(f"kernel: there is no kernel system {name!r}; expected one of {', '.join(('auto', *NAMES))}")
+    check_name(name)
+    system = next(system for system in SYSTEMS if system.name == name)
+    made: Kernel = getattr(import_module(system.module), system.attribute)()
+    return made
 
 
 def reasons(spec: Attention, shape: Shape) -> dict[str, str | None]:
@@ -72,12 +71,16 @@ def reasons(spec: Attention, shape: Shape) -> dict[str, str | None]:
     return {name: kernel(name).unavailable() or kernel(name).unsupported(spec, shape) for name in NAMES}
 
 
+def check_name(name: Any) -> None:
+    """Refuse what is not the name of a kernel system."""
+    if name not in ("auto", *NAMES):
+        error = ValueError if isinstance(name, str) else TypeError
+        raise error(f"kernel: expected one of {', '.join(('auto', *NAMES))}, got {name!r}")
+
+
 def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:
     """The first system that supports the call, or the one named; a named one is never swapped for another."""
-    if not isinstance(name, str):
-        raise TypeError(
-            f"kernel: expected the name of a kernel system, one of {', '.join(('auto', *NAMES))}, got {name!r}"
-        )
+    check_name(name)
     if name != "auto":
         chosen = kernel(name)
         reason = chosen.unavailable() or chosen.unsupported(spec, shape)

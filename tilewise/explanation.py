@@ -38,8 +38,7 @@ class Explanation:
 def explain_call(call: Call, kernel: str) -> Explanation:
     """What resolve would answer, without raising: a call that nothing can compute is explained too."""
     reasons = dispatch.reasons(call.spec, call.shape)
-    if kernel != "auto":
-        dispatch.kernel(kernel)  # an unknown name raises
+    dispatch.check_name(kernel)
     able = [name for name, reason in reasons.items() if reason is None and kernel in ("auto", name)]
     tile = dispatch.kernel(able[0]).default_tile(call.spec, call.shape) if able else Tile()
     made = plan(call.spec, call.shape, tile) if call.shape.device == "cpu" else None

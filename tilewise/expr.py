@@ -7,6 +7,7 @@ what each operation means (values, bounds over a tile, derivatives, source text)
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import weakref
@@ -150,12 +151,38 @@ class Expr:
             )
         return substitute(after, {S: as_float(self)})
 
+    # -- copies -------------------------------------------------------------------------------------------------------
+    # A node must be the interned one, or `S` would not be S: copies are made of the same nodes over copied arrays.
+    def __copy__(self) -> Expr:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Expr:
+        return _from_records(copy.deepcopy(_records(self), memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _from_records, (_records(self),)
+
     # -- what Python must not do with an expression --------------------------------------------------------------------
     def __bool__(self) -> NoReturn:
         raise TypeError(_ADVICE)
 
     def __index__(self) -> NoReturn:
         raise TypeError(INDEX_ADVICE)
+
+    def __float__(self) -> NoReturn:
+        raise TypeError("an expression is no single number; functions are tw.exp, tw.log, tw.tanh, abs, tw.minimum ...")
+
+    __int__ = __float__
+
+    def __pow__(self, other: Any) -> NoReturn:
+        raise TypeError("expressions have no powers; multiply: x * x")
+
+    __rpow__ = __pow__
+
+    def __xor__(self, other: Any) -> NoReturn:
+        raise TypeError("expressions have no ^; conditions differ where a != b")
+
+    __rxor__ = __xor__
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         # NumPy asks for this where it indexes, and in functions such as np.where.
@@ -168,13 +195,14 @@ class Expr:
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Expr:
         from tilewise.flex import foreign
 
-        return foreign(ufunc.__name__ if method == "__call__" and not kwargs else "", inputs)
+        plain = method == "__call__" and not kwargs
+        return foreign(ufunc.__name__ if plain else f"{ufunc.__name__}.{method}", inputs)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Expr:
         from tilewise.flex import foreign
 
-        return foreign("" if kwargs else func.__name__, args)
+        return foreign(f"{func.__name__} with keywords" if kwargs else func.__name__, args)
 
     # -- text ---------------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:
@@ -197,9 +225,9 @@ _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValu
 _lock = threading.Lock()
 
 
-def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None, identity: Any = None) -> Expr:
+def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None) -> Expr:
     """The node with this operation and these arguments. Equal nodes are one object, so that reuse costs nothing."""
-    key = (op, kind, identity, *map(id, args))
+    key = (op, kind, _identity(payload), *map(id, args))
     with _lock:
         node = _interned.get(key)
         if node is None:
@@ -209,20 +237,41 @@ def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None, ident
         return node
 
 
+def _identity(payload: Any) -> Any:
+    """What makes two constants, variables or loads the same."""
+    if isinstance(payload, Loaded):
+        return id(payload.array), payload.grad, payload.constant
+    return repr(payload)  # tells 1 from 1.0 from True, and 0.0 from -0.0
+
+
+def _records(root: Expr) -> list[tuple[str, tuple[int, ...], str, Any]]:
+    """The nodes as plain data, arguments first and by number."""
+    order = nodes(root)
+    number = {node: i for i, node in enumerate(order)}
+    return [(node.op, tuple(number[a] for a in node.args), node.kind, node.payload) for node in order]
+
+
+def _from_records(records: list[tuple[str, tuple[int, ...], str, Any]]) -> Expr:
+    made: list[Expr] = []
+    for op, args, kind, payload in records:
+        made.append(_node(op, tuple(made[a] for a in args), kind, payload))
+    return made[-1]
+
+
 def _variable(name: str, kind: str = INT) -> Expr:
-    return _node("var", (), kind, name, name)
+    return _node("var", (), kind, name)
 
 
 def constant(value: bool | int | float) -> Expr:
     if isinstance(value, bool):
-        return _node("const", (), BOOL, value, value)
+        return _node("const", (), BOOL, value)
     if isinstance(value, int):
         if not INT32_MIN <= value <= INT32_MAX:
             raise ValueError(f"integers in expressions are 32 bit, got {value}; use a float")
-        return _node("const", (), INT, value, value)
+        return _node("const", (), INT, value)
     if math.isnan(value):
         raise ValueError("NaN cannot be a constant of an expression; -inf marks a masked score")
-    return _node("const", (), FLOAT, value, repr(value))
+    return _node("const", (), FLOAT, value)
 
 
 def lift(value: Any) -> Expr:
@@ -338,8 +387,8 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
             f"got {len(index)} indices"
         )
     kind = arrays.value_kind(array)
-    nodes = tuple(lift(i) for i in index)
-    for i, node in enumerate(nodes):
+    indices = tuple(lift(i) for i in index)
+    for i, node in enumerate(indices):
         if node.kind != INT:
             raise TypeError(f"load(array, ...): index {i} must be an integer expression, got the {node.kind} {node!r}")
         if array.shape[i] == 0 and node.op != "var":
@@ -350,7 +399,7 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
             )
     if slot.grad and kind != FLOAT:
         raise TypeError(f"load(array, ..., grad=True) needs a float array, got {arrays.dtype_name(array)}")
-    return _node("load", nodes, kind, slot, (id(array), slot.grad, slot.constant))
+    return _node("load", indices, kind, slot)
 
 
 S = _variable("S", FLOAT)
@@ -400,8 +449,7 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """The same operation over other arguments of the same types."""
     if all(a is b for a, b in zip(args, node.args, strict=True)):
         return node
-    identity = (id(node.payload.array), node.payload.grad, node.payload.constant) if node.op == "load" else None
-    return _node(node.op, args, node.kind, node.payload, identity)
+    return _node(node.op, args, node.kind, node.payload)
 
 
 def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:

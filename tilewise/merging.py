@@ -14,14 +14,18 @@ def merge(partials: Sequence[Any], *, sinks: Any = None) -> Partial:
 
     sinks: given here and not to the partial calls, since they join the row sum once.
     """
+    if not isinstance(partials, Sequence):
+        raise TypeError(f"merge: expected a list of (out, lse), got {type(partials).__name__}")
     parts = [_partial(i, p) for i, p in enumerate(partials)]
     if not parts:
         raise ValueError("merge: expected at least one partial result, got none")
     first = parts[0]
     for i, part in enumerate(parts):
         for name, x, like in (("out", part.out, first.out), ("lse", part.lse, first.lse)):
-            if arrays.is_torch(x) != arrays.is_torch(like):
-                raise TypeError(f"merge: {name} of partial {i} is of another library than that of partial 0")
+            if arrays.is_torch(x) != arrays.is_torch(like) or arrays.device_name(x) != arrays.device_name(like):
+                raise TypeError(f"merge: {name} of partial {i} is of another library or device than that of partial 0")
+            if arrays.kind_of(x) != "float":
+                raise TypeError(f"merge: {name} of partial {i}: expected floats, got {arrays.dtype_name(x)}")
             if tuple(x.shape) != tuple(like.shape):
                 raise ValueError(
                     f"merge: {name} of partial {i} has shape {tuple(x.shape)}, that of partial 0 {tuple(like.shape)}"
@@ -53,6 +57,12 @@ def _check_sinks(sinks: Any, part: Partial) -> None:
     """(batch, heads, n) results have a sink a head, packed (total, heads) ones too; the others have one head."""
     shape = tuple(part.lse.shape)
     heads = {1} if len(shape) == 1 else {shape[1]} if len(shape) == 3 else {1, shape[1]}
+    if arrays.is_array(sinks) and (
+        arrays.is_torch(sinks) != arrays.is_torch(part.out)
+        or arrays.device_name(sinks) != arrays.device_name(part.out)
+        or arrays.kind_of(sinks) != "float"
+    ):
+        raise TypeError("sinks: expected floats of the same library and on the same device as the partials")
     if not arrays.is_array(sinks) or len(sinks.shape) != 1 or sinks.shape[0] not in heads:
         found = tuple(sinks.shape) if arrays.is_array(sinks) else type(sinks).__name__
         expected = " or ".join(f"({n},)" for n in sorted(heads))

@@ -31,8 +31,7 @@ def forward(
     out, lse = np.zeros((*q.shape[:3], v.shape[3]), dtype), np.zeros(q.shape[:3], dtype)
     for part, rows, cols in shape.sequences(spec.lengths):
         score, _ = _scores(spec, part, q[:, :, rows], k[:, :, cols], dtype)
-        lse[:, :, rows] = _lse(spec, score)
-        p = _weights(score, lse[:, :, rows])
+        p, lse[:, :, rows] = _softmax(spec, score)
         out[:, :, rows] = store(store(p) @ _per_query_head(v[:, :, cols], part))
     return Partial(out, lse)
 
@@ -62,8 +61,10 @@ def backward(
             d_out[:, :, rows],
         )
         score, values = _scores(spec, part, q_, k[:, :, cols], dtype)
-        lse = _lse(spec, score)
-        p = _weights(score, lse)
+        p, lse = _softmax(spec, score)
+        if dtype != np.float64:
+            # Only out and lse cross from forward to backward: in a narrower type weights come from a rounded lse.
+            p = np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(dtype)
         delta = np.sum(g * store(store(p) @ v_), axis=-1) - d_lse[:, :, rows]
         d_score = p * (g @ v_.swapaxes(-1, -2) - delta[..., None])
         d_v[:, :, cols] += _per_key_head(store(p).swapaxes(-1, -2) @ g, part)
@@ -89,7 +90,7 @@ def weights(spec: Attention, q: Any, k: Any, rows: Array) -> Array:
     dtype = arrays.compute_dtype(arrays.dtype_name(q))
     q, k = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k))
     score, _ = _scores(spec, Shape.of(spec, q, k, k), q[:, :, rows], k, dtype, rows)
-    return _weights(score, _lse(spec, score))
+    return _softmax(spec, score)[0]
 
 
 def _scores(
@@ -110,21 +111,20 @@ def _scores(
     return s, values
 
 
-def _lse(spec: Attention, score: Array) -> Array:
+def _softmax(spec: Attention, score: Array) -> tuple[Array, Array]:
+    """Weights and lse; a row with no key has weights 0 and lse -inf."""
+    sink = None if spec.sinks is None else _sink_column(spec, score.dtype)
     row_max = score.max(axis=-1, initial=-np.inf)
+    row_max = row_max if sink is None else np.maximum(row_max, sink)
     shift = np.where(row_max == -np.inf, 0, row_max).astype(score.dtype)
-    with np.errstate(divide="ignore"):
-        lse: Array = shift + np.log(np.exp(score - shift[..., None]).sum(axis=-1))
-    return lse if spec.sinks is None else np.logaddexp(lse, _sink_column(spec, score.dtype))
+    p = np.exp(score - shift[..., None])
+    row_sum = p.sum(axis=-1) if sink is None else p.sum(axis=-1) + np.exp(sink - shift)
+    safe = np.where(row_sum == 0, 1, row_sum).astype(score.dtype)
+    return p / safe[..., None], np.where(row_sum == 0, -np.inf, shift + np.log(safe)).astype(score.dtype)
 
 
 def _sink_column(spec: Attention, dtype: npt.DTypeLike) -> Array:
     return arrays.widen(arrays.as_numpy(spec.sinks), dtype)[:, None]
-
-
-def _weights(score: Array, lse: Array) -> Array:
-    p: Array = np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(score.dtype)
-    return p
 
 
 def _slope(score: Expr | None, wrt: Expr, values: dict[Expr, Any], dtype: npt.DTypeLike) -> Any:

@@ -135,7 +135,7 @@ class Plan:
     @property
     def bytes_tiled(self) -> int:
         """Slow-memory traffic, tiled: q, out and lse once, k and v once for each query tile that visits them."""
-        s, size = self.shape, _itemsize(self.shape.dtype)
+        s, size = self.shape, itemsize(self.shape.dtype)
         rows = s.batch * s.heads * s.n_q
         return (
             rows * (s.d + s.d_v) * size
@@ -146,7 +146,7 @@ class Plan:
     @property
     def bytes_naive(self) -> int:
         """Traffic of the naive algorithm: q, k, v, out once; scores written and read, weights written and read."""
-        s, size = self.shape, _itemsize(self.shape.dtype)
+        s, size = self.shape, itemsize(self.shape.dtype)
         rows, keys = s.batch * s.heads * s.n_q, s.batch * s.heads_k * s.n_k
         return ((rows + keys) * (s.d + s.d_v) + 4 * rows * s.n_k) * size
 
@@ -154,18 +154,18 @@ class Plan:
     def bytes_matrix(self) -> int:
         """The full score matrix, which the tiled algorithm never stores."""
         s = self.shape
-        return s.batch * s.heads * s.n_q * s.n_k * _itemsize(s.dtype)
+        return s.batch * s.heads * s.n_q * s.n_k * itemsize(s.dtype)
 
     @property
     def bytes_on_chip(self) -> int:
         """What one tile's work holds: q, k, v tiles as stored; scores, acc, row_max, row_sum in the wider type."""
-        s, size = self.shape, _itemsize(self.shape.dtype)
+        s, size = self.shape, itemsize(self.shape.dtype)
         wide = arrays.compute_dtype(s.dtype).itemsize
         stored = self.tile.q * s.d + self.tile.k * (s.d + s.d_v)
         return stored * size + (self.tile.q * (self.tile.k + s.d_v + 2)) * wide
 
 
-def _itemsize(dtype: str) -> int:
+def itemsize(dtype: str) -> int:
     return {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[dtype]
 
 
@@ -223,9 +223,8 @@ def _runs(plan: Plan, keys_first: bool) -> Runs:
         table, count = _compress(kinds.transpose(axes))
         tables.append(table)
         counts.append(count)
-    lead = counts[0].shape[:2] if counts else (1, 1)
     if not counts:
-        return Runs(np.zeros((0, 3), np.int64), np.zeros((*lead, rows + 1), np.int64))
+        return Runs(np.zeros((0, 3), np.int64), np.zeros((1, 1, rows + 1), np.int64))
     return _interleave(tables, counts)
 
 

@@ -6,6 +6,7 @@ sum weighted by the values (acc). A larger maximum rescales what was summed befo
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,16 +73,20 @@ def add_sink(partial: Partial, sink: Any) -> Partial:
 
 
 def merge(partials: Sequence[Partial], sinks: Any = None) -> Partial:
-    """Finished results over disjoint keys as one: each weighs exp(its lse - the common lse). Any array library."""
-    xp = sys.modules["torch"] if arrays.is_torch(partials[0].out) else np
-    lse = partials[0].lse
-    for partial in partials[1:]:
-        lse = xp.logaddexp(lse, partial.lse)
-    total = lse
+    """Finished results over disjoint keys as one: each weighs exp(its lse - the common lse). Any array library.
+
+    The exponents' shift is a constant to autograd, so that a row with no key at all has gradients of 0.
+    """
+    torch = sys.modules["torch"] if arrays.is_torch(partials[0].out) else None
+    xp: Any = torch or np
+    parts = [p.lse for p in partials]
     if sinks is not None:
-        logits = xp.zeros_like(lse)
-        logits[...] = sinks[:, None] if len(lse.shape) == 3 else sinks  # packed lse is (total, heads)
-        total = xp.logaddexp(lse, logits)
-    shift = xp.where(total == -np.inf, xp.zeros_like(total), total)
-    out = sum(p.out * xp.exp(p.lse - shift)[..., None] for p in partials)
-    return Partial(out, total)
+        # (batch, heads, n) has heads in the middle; packed lse is (total, heads), and others have one head
+        parts.append(xp.zeros_like(parts[0]) + (sinks[:, None] if len(parts[0].shape) == 3 else sinks))
+    row_max = functools.reduce(xp.maximum, [x.detach() if torch else x for x in parts])
+    shift = xp.where(row_max == -np.inf, xp.zeros_like(row_max), row_max)
+    weights = [xp.exp(x - shift) for x in parts]
+    row_sum = sum(weights)
+    safe = xp.where(row_sum == 0, xp.ones_like(row_sum), row_sum)
+    out = sum(p.out * w[..., None] for p, w in zip(partials, weights, strict=False)) / safe[..., None]
+    return Partial(out, xp.where(row_sum == 0, xp.full_like(row_sum, -np.inf), shift + xp.log(safe)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from tilewise import arrays
@@ -19,9 +20,11 @@ class Tile:
     k: int = 128
 
     def __post_init__(self) -> None:
-        for name, size in (("q", self.q), ("k", self.k)):
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        sizes: dict[str, Any] = {"q": self.q, "k": self.k}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
                 raise ValueError(f"Tile: {name} must be a positive whole number, got {size!r}")
+            object.__setattr__(self, name, int(size))
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ def attention(call: Call, kernel: str) -> Partial:
 
 
 def _loaded(call: Call) -> list[Any]:
-    """The tensors whose gradients autograd asks for, beside q, k, v and the sinks."""
-    return [slot.array for slot in call.spec.wanted if isinstance(slot.array, torch.Tensor)]
+    """Every tensor the variant reads: autograd asks some for gradients, and watches all for changes in place."""
+    return [slot.array for slot in call.spec.loaded if isinstance(slot.array, torch.Tensor)]
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
@@ -39,4 +39,4 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
         system = dispatch.resolve(ctx.kernel, call.spec, replace(call.shape, backward=True))
         grads = system.backward(call.spec, q, k, v, Partial(out, lse), d_out, d_lse)
         by_array = {id(slot.array): grad for slot, grad in zip(call.spec.wanted, grads.arrays, strict=True)}
-        return (None, None, grads.q, grads.k, grads.v, grads.sinks, *(by_array[id(x)] for x in _loaded(call)))
+        return (None, None, grads.q, grads.k, grads.v, grads.sinks, *(by_array.get(id(x)) for x in _loaded(call)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +131,13 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
 def _scale(scale: Any, q: Any) -> float:
     if scale is None:
         return 1 / math.sqrt(max(q.shape[-1], 1))
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {scale!r}")
-    return float(scale)
+    try:
+        value = math.nan if isinstance(scale, bool) or not isinstance(scale, numbers.Real) else float(scale)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"scale: expected a finite number, got {reprlib.repr(scale)}")
+    return value
 
 
 def _spec(

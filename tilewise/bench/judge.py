@@ -12,12 +12,14 @@ import numpy as np
 from tilewise import arrays, reference
 from tilewise.arrays import Array
 from tilewise.bench.problem import Problem
+from tilewise.contract import ROUNDING
 from tilewise.spec import Positions
 
 SAMPLED = 256  # query rows; shorter sequences are compared whole
 _BLOCKS = 4
-_EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-_ALLOWED = 64  # roundings of the largest number: far above any honest rounding, far below a wrong mask
+# Roundings of the largest number: far above any honest rounding, far below a wrong mask. The contract's own limit
+# would need a second dense computation of every cell.
+_ALLOWED = 128
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Judge:
         for i, (found, want) in enumerate(zip(outputs, self.expected, strict=True)):
             values = arrays.widen(in_main_memory(found), np.float64)
             off = self._error(values, want, sampled=i < 2)
-            allowed = _ALLOWED * _EPS[self.problem.cell.dtype] * float(np.abs(want).max(initial=0.0))
+            allowed = _ALLOWED * ROUNDING[self.problem.cell.dtype] * float(np.abs(want).max(initial=0.0))
             worst = max(worst, (off / max(allowed, 1e-300), allowed))
             error = max(error, off)
         return Verdict(error, worst[1], worst[0] > 1)

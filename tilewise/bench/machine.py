@@ -79,10 +79,18 @@ def blas() -> str:
         return "unknown"
 
 
-def _torch(device: str) -> dict[str, Any]:
+def import_torch() -> Any:
+    """PyTorch, or None where it is not installed or its libraries cannot be loaded."""
     try:
         import torch
     except (ImportError, OSError):
+        return None
+    return torch
+
+
+def _torch(device: str) -> dict[str, Any]:
+    torch = import_torch()
+    if torch is None:
         return {"torch": None, "torch_threads": None, "gpu": None}
     gpu = torch.cuda.get_device_name() if device != "cpu" else None
     return {"torch": torch.__version__, "torch_threads": torch.get_num_threads(), "gpu": gpu}

@@ -13,7 +13,7 @@ from tilewise import arrays, schedule, validate
 from tilewise.arrays import Array
 from tilewise.expr import Expr, evaluate, variables
 from tilewise.kernels.numpy.ops import numpy_ops
-from tilewise.schedule import Kind
+from tilewise.schedule import Kind, itemsize
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.variants.alibi import alibi
 from tilewise.variants.bias import bias
@@ -24,7 +24,6 @@ from tilewise.variants.softcap import softcap
 from tilewise.variants.window import window
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 WINDOW = 256
 DOCUMENTS = 8
 CAP = 5.0  # low enough that a kernel which forgets it is visibly wrong on normal scores
@@ -53,13 +52,13 @@ class Cell:
     @property
     def matrix_bytes(self) -> int:
         """The full score matrix, in the type of the inputs."""
-        return self.batch * self.heads * self.n * self.n * ITEMSIZE[self.dtype]
+        return self.batch * self.heads * self.n * self.n * itemsize(self.dtype)
 
     @property
     def input_bytes(self) -> int:
         rows = 2 * self.batch * self.n * (self.heads + self.heads_k)  # q, k, v and the gradient of out
         dense = self.heads * self.n * self.n if VARIANTS[self.variant].dense_input else 0
-        return (rows * self.d + dense) * ITEMSIZE[self.dtype]
+        return (rows * self.d + dense) * itemsize(self.dtype)
 
     def describe(self) -> dict[str, Any]:
         """The cell's part of a record."""

@@ -26,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in COMMANDS:
         import_module(f"tilewise.cli.{name}").add_parser(commands)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ and █ shows something else, not a traceback
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -38,3 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `tilewise plan | head`
         sys.stderr.close()
         return 0
+    except MemoryError as error:
+        print(f"tilewise: out of memory: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"tilewise: {error.strerror or error}", file=sys.stderr)
+        return 1

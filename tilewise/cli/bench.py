@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,8 +83,13 @@ def _check_targets(args: argparse.Namespace) -> None:
     if args.json is not None and Path(args.json).is_dir():
         raise UserError(f"--json: expected a file, got the folder {args.json!r}")
     for option, target in (("--json", args.json), ("--plot", args.plot)):
-        if target is not None and not Path(target).parent.is_dir():
-            raise UserError(f"{option}: there is no folder {str(Path(target).parent)!r}")
+        if target is None:
+            continue
+        folder = Path(target) if Path(target).is_dir() else Path(target).parent
+        if not folder.is_dir():
+            raise UserError(f"{option}: there is no folder {str(folder)!r}")
+        if not os.access(Path(target) if Path(target).exists() else folder, os.W_OK):
+            raise UserError(f"{option}: {target!r} cannot be written")
 
 
 def _stored(source: str) -> dict[str, Any]:

@@ -8,14 +8,14 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
 import tilewise as tw
 from tilewise import dispatch, lab, schedule
-from tilewise.bench.machine import available_memory
+from tilewise.arrays import Array
+from tilewise.bench.machine import available_memory, import_torch
 from tilewise.cli.terminal import progress
 from tilewise.explanation import size
 from tilewise.expr import Expr
@@ -25,6 +25,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 BEYOND = 131072  # with a window: tiles skip what the full matrix would have to store
 WINDOW = 256
 D = 64
+PATIENCE = 12.0  # seconds for one call
 ASSUMED_MEMORY = 8 << 30  # where the system does not say
 
 
@@ -56,37 +57,58 @@ class Row:
 def on_cpu(names: list[str]) -> list[Row]:
     """The first of these kernel systems that works in main memory, beside standard attention in NumPy."""
     name = next((n for n in names if dispatch.kernel(n).unsupported(*_problem(1, None)) is None), names[0])
-    rows = []
-    for n, mask in [*((n, None) for n in LENGTHS), (BEYOND, tw.window(WINDOW))]:
+    rows: list[Row] = []
+    for n in LENGTHS:
         progress(f"standard against tiled attention: n = {n}")
-        rng = np.random.default_rng(n)
-        q, k, v = (rng.standard_normal((n, D), dtype=np.float32) for _ in range(3))
-        standard: Measured | str = _too_large(4 * n * n, available_memory())
-        if not standard:
-            standard = _measure(partial(lab.standard_attention, q, k, v))
-        tiled = _measure(partial(tw.attention, q, k, v, mask=mask, kernel=name))
-        spec, shape = _problem(n, mask)
-        plan = schedule.plan(spec, shape, dispatch.kernel(name).default_tile(spec, shape))
-        label = f"{n}" if mask is None else f"{n}, window({WINDOW})"
-        rows.append(Row(n, label, standard, tiled, plan.bytes_matrix, plan.bytes_on_chip))
+        q, k, v = _inputs(n)
+        reason = _too_large(4 * n * n, available_memory()) or _too_slow(n, [(r.n, r.standard) for r in rows])
+        standard = reason or _measure(partial(lab.standard_attention, q, k, v))
+        reason = _too_slow(n, [(r.n, r.tiled) for r in rows])
+        tiled = reason or _measure(partial(tw.attention, q, k, v, kernel=name))
+        rows.append(_row(n, f"{n}", None, name, standard, tiled))
+    progress(f"a window, at n = {BEYOND}")
+    q, k, v = _inputs(BEYOND)
+    mask = tw.window(WINDOW)
+    tiled = _measure(partial(tw.attention, q, k, v, mask=mask, kernel=name))
+    standard = f"not run: it would store {size(4 * BEYOND * BEYOND)} for the {2 * WINDOW + 1} keys that count in a row"
+    rows.append(_row(BEYOND, f"{BEYOND}, window({WINDOW})", mask, name, standard, tiled))
     progress()
     return rows
 
 
-def on_gpu() -> Iterator[tuple[str, list[Row]]]:
-    """The same on a GPU, if PyTorch sees one; running out of memory is a result, not a failure."""
-    if find_spec("torch") is None:
-        return
-    import torch
+def _inputs(n: int) -> list[Array]:
+    rng = np.random.default_rng(n)
+    return [rng.standard_normal((n, D), dtype=np.float32) for _ in range(3)]
 
-    if not torch.cuda.is_available():
+
+def _row(n: int, label: str, mask: Expr | None, name: str, standard: Measured | str, tiled: Measured | str) -> Row:
+    spec, shape = _problem(n, mask)
+    plan = schedule.plan(spec, shape, dispatch.kernel(name).default_tile(spec, shape))
+    return Row(n, label, standard, tiled, plan.bytes_matrix, plan.bytes_on_chip)
+
+
+def _too_slow(n: int, before: list[tuple[int, Measured | str]]) -> str:
+    """Why a length is not tried, judging by the one before it: on a busy machine the demo must end all the same."""
+    if not before:
+        return ""
+    last_n, last = before[-1]
+    if isinstance(last, str):
+        return last
+    expected = last.seconds * (n / last_n) ** 2
+    return "" if expected <= PATIENCE else f"not run: judging by n = {last_n} it would take about {expected:.0f} s"
+
+
+def on_gpu(kernel: str) -> Iterator[tuple[str, list[Row]]]:
+    """The same on a GPU, if PyTorch sees one; running out of memory is a result, not a failure."""
+    torch = import_torch()
+    if torch is None or not torch.cuda.is_available():
         return
     rows = []
     for n in (*LENGTHS, 2 * LENGTHS[-1], 4 * LENGTHS[-1], 8 * LENGTHS[-1]):
         progress(f"on the GPU: n = {n}")
         q, k, v = torch.randn(3, 1, 8, n, D, device="cuda", dtype=torch.bfloat16)
         standard = _measure_gpu(torch, partial(_standard_gpu, torch, q, k, v))
-        tiled = _measure_gpu(torch, partial(tw.attention, q, k, v))
+        tiled = _measure_gpu(torch, partial(tw.attention, q, k, v, kernel=kernel))
         plan = schedule.plan(Attention(D**-0.5), Shape(1, 8, 8, n, n, D, D, "bfloat16"), Tile())
         rows.append(Row(n, f"{n}", standard, tiled, plan.bytes_matrix, plan.bytes_on_chip))
     progress()
@@ -117,19 +139,20 @@ def _standard_gpu(torch: Any, q: Any, k: Any, v: Any) -> Any:
 
 def _measure_gpu(torch: Any, call: Callable[[], Any]) -> Measured | str:
     """Median time of five runs and peak memory on the GPU, or why it did not run."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    out_of_memory = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)  # the older name before 2.5
     seconds: list[float] = []
     try:
-        call()
+        call()  # libraries take their workspaces at the first call
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         for _ in range(5):
             torch.cuda.synchronize()
             start = time.perf_counter()
             call()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
-    except torch.OutOfMemoryError:
+    except out_of_memory:
         return f"out of memory on the GPU ({size(torch.cuda.get_device_properties(0).total_memory)} in all)"
     except tw.Unsupported as error:
         return " ".join(str(error).split())

@@ -13,6 +13,7 @@ import numpy as np
 
 from tilewise import dispatch
 from tilewise._version import __version__
+from tilewise.bench.machine import import_torch
 
 
 def add_parser(commands: Any) -> None:
@@ -54,10 +55,9 @@ def _package(package: str, use: str, extra: str) -> str:
 
 def _gpu() -> str:
     """What PyTorch sees; without PyTorch nothing is asked."""
-    if find_spec("torch") is None:
-        return "GPU: not looked for (PyTorch is not installed)"
-    import torch
-
+    torch = import_torch()
+    if torch is None:
+        return "GPU: not looked for (PyTorch is not installed, or cannot be imported)"
     if not torch.cuda.is_available():
         return "GPU: none that PyTorch can use"
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))

@@ -16,6 +16,8 @@ from tilewise.spec import Attention, Shape, Tile
 from tilewise.text import ExpressionError, parse
 from tilewise.validate import check_variant, mask_expression, score_expression
 
+MAX_TILES = 10**8
+
 _EXAMPLES = """examples:
   tilewise plan --mask "causal() & window(512)" --n 8192 --block 128
   tilewise plan --mask "(Q - K < 128) | (K < 4)" --n 2048
@@ -59,6 +61,8 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UserError(str(error)) from error
     plan = schedule.plan(spec, shape, tile)
+    if plan.grid[0] * plan.grid[1] > MAX_TILES:
+        raise UserError(f"--block: {tile.q} x {tile.k} makes {plan.grid[0]} x {plan.grid[1]} tiles; take larger ones")
     if args.json:
         print(json.dumps(_numbers(plan), indent=2))
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Any
 
 from tilewise import arrays
@@ -13,15 +14,16 @@ P: Expr = Q + (NK - NQ)
 
 
 def whole(variant: str, name: str, value: Any, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{variant}: {name} must be a whole number of at least {least}, got {value!r}")
-    return value
+    return int(value)
 
 
 def positive(variant: str, name: str, value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < math.inf):
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not 0 < number < math.inf:
         raise ValueError(f"{variant}: {name} must be a positive number, got {value!r}")
-    return float(value)
+    return number
 
 
 def array(variant: str, name: str, value: Any, kind: str, ranks: range) -> Any:

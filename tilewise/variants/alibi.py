@@ -1,6 +1,7 @@
 """ALiBi: a penalty that grows with distance, at a slope of its own for each head."""
 
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
     ░ ▒ ▓ █ █ █
     ░ ░ ▒ ▓ █ █
     """
-    if isinstance(slopes, int):
-        slope = load_slot(Loaded(published_slopes(slopes), constant=True), H)
+    if isinstance(slopes, Integral):
+        slope = load_slot(Loaded(published_slopes(whole("alibi", "the number of heads", slopes, 1)), constant=True), H)
     else:
         slope = load(array("alibi", "slopes", slopes, "float", range(1, 2)), H, grad=grad)
     return S - slope * abs(P - K)
@@ -32,7 +33,6 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
 @cache
 def published_slopes(heads: int) -> Any:
     """Powers of 2 ** (-8 / heads); if heads is no power of 2, every other slope of the next power is added."""
-    heads = min(whole("alibi", "the number of heads", heads, 1), MAX_HEADS + 1)
     if heads > MAX_HEADS:
         raise ValueError(f"alibi: the number of heads must be at most {MAX_HEADS}")
     lower = 2 ** (heads.bit_length() - 1)

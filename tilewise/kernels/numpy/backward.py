@@ -46,7 +46,7 @@ def backward(
     for b, h in np.ndindex(shape.batch, shape.heads):
         delta[b, h] = np.sum(arrays.widen(d_out[b, h], dtype) * arrays.widen(saved.out[b, h], dtype), axis=-1)
     if d_lse is not None:
-        delta -= d_lse
+        delta -= arrays.widen(d_lse, dtype)
     d_q, d_k, d_v = (np.zeros(x.shape, dtype) for x in (q, k, v))
     # Sums over whole heads or batches are kept in float64: a slope's gradient adds up N x N terms.
     d_arrays = {id(slot.array): np.zeros(tuple(slot.array.shape)) for slot in spec.wanted}
