@@ -72,8 +72,8 @@ def _machine(file: str) -> str:
     m, o = results["machine"], results["options"]
     return (
         f"Median milliseconds, {o['heads']} heads, batch {o['batch']}, {', '.join(o['dtype'])}; "
-        f"{m['cores']} cores of an {m['cpu']}, NumPy {m['numpy']}, PyTorch {m['torch']} with {m['torch_threads']} threads, "
-        f"{results['date'][:10]}. From `results/{file}`."
+        f"{m['cores']} cores of an {m['cpu']}, NumPy {m['numpy']}, PyTorch {m['torch']} with {m['torch_threads']} "
+        f"threads, {results['date'][:10]}. From `results/{file}`."
     )
 
 
@@ -82,7 +82,7 @@ def _time(r: dict[str, Any] | None) -> str:
 
 
 def _ratio(ratio: float | None) -> str:
-    return "no peer can" if ratio is None else f"{ratio:.2f}x"
+    return "no peer ran" if ratio is None else f"{ratio:.2f}x"
 
 
 def _megabytes(r: dict[str, Any] | None) -> str:

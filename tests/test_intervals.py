@@ -89,7 +89,7 @@ RANGES = [(lo, hi) for lo in range(-5, 6) for hi in range(lo, 6)]
     "op", ["add", "sub", "mul", "floordiv", "mod", "minimum", "maximum", "lt", "le", "gt", "ge", "eq", "ne"]
 )
 def test_every_small_range_of_integers(op):
-    """All pairs of ranges within -5 .. 5: bounds hold, and for all but % they are the tightest there are."""
+    """All pairs of ranges within -5 .. 5: bounds hold, and for all but // and % they are the tightest there are."""
     lo, hi = np.array(RANGES).T
     a, b = (lo[:, None], hi[:, None]), (lo, hi)
     low, high = (np.broadcast_to(x, (len(lo), len(lo))) for x in INTERVAL_OPS[op](a, b))

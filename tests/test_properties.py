@@ -579,4 +579,3 @@ def test_partial_and_lengths_are_plain():
     done = tw.attention(*(np.ones((3, 2), np.float32),) * 3, return_lse=True)
     assert Partial(*done).lse.shape == (3,)
     assert Lengths(np.array([0, 3]), np.array([0, 3])).q[-1] == 3
-    assert {QP, KP} == {QP, KP}

@@ -93,7 +93,7 @@ def _local_env(self: Shape, b: Any, h: Any, q: Any, k: Any) -> dict[str, Any]:
     return _env(self, b, h, q - q.min() if isinstance(q, np.ndarray) and q.ndim == 2 else q, k)
 
 
-def _first_tile_only(self: Runs, b: int, h: int, i: int) -> Any:
+def _without_the_last_tile(self: Runs, b: int, h: int, i: int) -> Any:
     tiles = list(_tiles(self, b, h, i))
     return iter(tiles[:-1] or tiles)
 
@@ -109,7 +109,7 @@ STATE_MISTAKES = {
     "stale row_max": (State, "step", _stale_row_max),
     "missing lse term": (State, "finish", _no_row_sum_in_lse),
     "tile-local row index": (Shape, "env", _local_env),
-    "last tile left out": (Runs, "tiles", _first_tile_only),
+    "last tile left out": (Runs, "tiles", _without_the_last_tile),
     "PARTIAL taken as FULL": (Runs, "tiles", _partial_as_full),
 }
 SPEC_MISTAKES: dict[str, Callable[[Attention], Attention]] = {
@@ -125,7 +125,7 @@ SPEC_MISTAKES: dict[str, Callable[[Attention], Attention]] = {
 BACKWARD = import_module("tilewise.kernels.numpy.backward")
 BACKWARD_MISTAKES = {
     "slope of the score left out": (BACKWARD, "_times", lambda d_score, *_: d_score),
-    "delta left out of d_sinks": (BACKWARD, "_d_sinks", lambda spec, lse, delta: np.zeros_like(spec.sinks)),
+    "gradient of sinks left out": (BACKWARD, "_d_sinks", lambda spec, lse, delta: np.zeros_like(spec.sinks)),
     "array gradients left out": (BACKWARD, "_scatter", lambda *_: None),
     "missing lse term": STATE_MISTAKES["missing lse term"],
     "tile-local row index": STATE_MISTAKES["tile-local row index"],

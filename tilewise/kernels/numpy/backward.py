@@ -15,6 +15,7 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import ONE, derivative
 from tilewise.expr import Expr, S, evaluate, nodes
+from tilewise.kernels.numpy.forward import positions
 from tilewise.kernels.numpy.ops import clamp, numpy_ops
 from tilewise.schedule import Kind, Plan, plan
 from tilewise.softmax import finite
@@ -22,9 +23,11 @@ from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
 @dataclass(frozen=True, eq=False)
-class _Pass:
-    """What one head's pass reads and writes: rows of the whole arrays, in the type computed with."""
+class _Head:
+    """What one head of one sequence reads (as stored) and sums into (in the type computed with)."""
 
+    b: int
+    h: int
     q: Array
     k: Array
     v: Array
@@ -55,11 +58,11 @@ def backward(
         schedule = plan(spec, part, tile)
         for b, h in np.ndindex(part.batch, part.heads):
             hk = h // part.group
-            one = _Pass(
-                q[b, h, rows], k[b, hk, cols], v[b, hk, cols], d_out[b, h, rows], saved.lse[b, h, rows],
+            head = _Head(
+                b, h, q[b, h, rows], k[b, hk, cols], v[b, hk, cols], d_out[b, h, rows], saved.lse[b, h, rows],
                 delta[b, h, rows], d_q[b, h, rows], d_k[b, hk, cols], d_v[b, hk, cols],
             )  # fmt: skip
-            _one_head(spec, part, schedule, b, h, one, slopes, d_arrays)
+            _one_head(spec, part, schedule, head, slopes, d_arrays)
     return Grads(
         arrays.narrow(d_q, shape.dtype),
         arrays.narrow(d_k, shape.dtype),
@@ -73,27 +76,25 @@ def _one_head(
     spec: Attention,
     shape: Shape,
     schedule: Plan,
-    b: int,
-    h: int,
-    one: _Pass,
+    head: _Head,
     slopes: dict[Expr, Expr],
     d_arrays: dict[int, Array],
 ) -> None:
-    """One head of one sequence, a key tile at a time; sums into the rows of d_q, d_k, d_v and into d_arrays."""
-    dtype = one.delta.dtype
+    """Add up the head's d_q, d_k, d_v and its part of d_arrays, a key tile at a time."""
+    dtype = head.delta.dtype
     ops = numpy_ops(dtype)
     for j in range(schedule.grid[1]):
         cols = schedule.keys(j)
         # 1 load k, v
-        k, v = arrays.widen(one.k[cols], dtype), arrays.widen(one.v[cols], dtype)
+        k, v = arrays.widen(head.k[cols], dtype), arrays.widen(head.v[cols], dtype)
         # for each q tile of the schedule:
-        for i, kind in schedule.by_key.tiles(b, h, j):
+        for i, kind in schedule.by_key.tiles(head.b, head.h, j):
             rows = schedule.queries(i)
-            q = arrays.widen(one.q[rows], dtype) * dtype.type(spec.scale)
-            d_out = arrays.widen(one.d_out[rows], dtype)
+            q = arrays.widen(head.q[rows], dtype) * dtype.type(spec.scale)
+            d_out = arrays.widen(head.d_out[rows], dtype)
             # 2 s = q @ k.T
             s = q @ k.T
-            env = shape.env(b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop))
+            env = shape.env(head.b, head.h, positions(rows)[:, None], positions(cols))
             env["S"] = s
             # 3 score
             score = s if spec.score is None else np.broadcast_to(evaluate(spec.score, env, ops), s.shape)
@@ -101,13 +102,13 @@ def _one_head(
             if kind == Kind.PARTIAL and spec.mask is not None:
                 score = np.where(evaluate(spec.mask, env, ops), score, dtype.type(-np.inf))
             # 5 p, from the lse that forward saved
-            p = np.exp(score - finite(one.lse[rows])[:, None])
+            p = np.exp(score - finite(head.lse[rows])[:, None])
             # 6 d_v, d_score, and what follows from it
-            one.d_v[cols] += p.T @ d_out
-            d_score = p * (d_out @ v.T - one.delta[rows][:, None])
+            head.d_v[cols] += p.T @ d_out
+            d_score = p * (d_out @ v.T - head.delta[rows][:, None])
             d_s = _times(d_score, slopes[S], env, ops)
-            one.d_q[rows] += (d_s @ k) * dtype.type(spec.scale)
-            one.d_k[cols] += d_s.T @ q
+            head.d_q[rows] += (d_s @ k) * dtype.type(spec.scale)
+            head.d_k[cols] += d_s.T @ q
             for node, slope in slopes.items():
                 if node is not S:
                     _scatter(d_arrays[id(node.payload.array)], node, _times(d_score, slope, env, ops), env, ops)

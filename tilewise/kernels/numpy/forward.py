@@ -43,39 +43,42 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile, watch: Wa
     for part, rows, cols in shape.sequences(spec.lengths):
         schedule = plan(spec, part, tile)
         for b, h in np.ndindex(part.batch, part.heads):
-            views = q[b, h, rows], k[b, h // part.group, cols], v[b, h // part.group, cols]
-            _one_head(spec, part, schedule, b, h, *views, out[b, h, rows], lse[b, h, rows], watch)
+            hk = h // part.group
+            head = _Head(b, h, q[b, h, rows], k[b, hk, cols], v[b, hk, cols], out[b, h, rows], lse[b, h, rows])
+            _one_head(spec, part, schedule, head, watch)
     return Partial(out, lse)
 
 
-def _one_head(
-    spec: Attention,
-    shape: Shape,
-    schedule: Plan,
-    b: int,
-    h: int,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
-    watch: Watch | None,
-) -> None:
-    """One head of one sequence: q (n_q, d), k (n_k, d), v (n_k, d_v) to out (n_q, d_v) and lse (n_q,)."""
-    dtype, stored = lse.dtype, arrays.dtype_name(out)
+@dataclass(frozen=True, eq=False)
+class _Head:
+    """One head of one sequence: q (n_q, d), k (n_k, d), v (n_k, d_v), out (n_q, d_v), lse (n_q,)."""
+
+    b: int
+    h: int
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+
+
+def _one_head(spec: Attention, shape: Shape, schedule: Plan, head: _Head, watch: Watch | None) -> None:
+    """Fill the head's out and lse, a query tile at a time."""
+    dtype, stored = head.lse.dtype, arrays.dtype_name(head.out)
     ops = numpy_ops(dtype)
-    sink = None if spec.sinks is None else arrays.widen(arrays.as_numpy(spec.sinks), dtype)[h]
+    sink = None if spec.sinks is None else arrays.widen(arrays.as_numpy(spec.sinks), dtype)[head.h]
     for i in range(schedule.grid[0]):
         rows = schedule.queries(i)
         # 1 load q
-        q_tile = arrays.widen(q[rows], dtype) * dtype.type(spec.scale)
-        state = State.init((len(q_tile),), v.shape[1], dtype)
+        q = arrays.widen(head.q[rows], dtype) * dtype.type(spec.scale)
+        state = State.init((len(q),), head.v.shape[1], dtype)
         # for each kv tile of the schedule:
-        for j, kind in schedule.by_query.tiles(b, h, i):
+        for j, kind in schedule.by_query.tiles(head.b, head.h, i):
             cols = schedule.keys(j)
+            k, v = arrays.widen(head.k[cols], dtype), arrays.widen(head.v[cols], dtype)
             # 2 s = q @ k.T
-            s = q_tile @ arrays.widen(k[cols], dtype).T
-            env = shape.env(b, h, np.arange(rows.start, rows.stop)[:, None], np.arange(cols.start, cols.stop))
+            s = q @ k.T
+            env = shape.env(head.b, head.h, positions(rows)[:, None], positions(cols))
             # 3 score
             if spec.score is not None:
                 s = np.broadcast_to(evaluate(spec.score, {**env, "S": s}, ops), s.shape)
@@ -84,9 +87,13 @@ def _one_head(
                 s = np.where(evaluate(spec.mask, env, ops), s, dtype.type(-np.inf))
             # 5 row_max, rescale, p, row_sum
             # 6 acc = acc * rescale + p @ v
-            p, rescale = state.step(s, arrays.widen(v[cols], dtype))
+            p, rescale = state.step(s, v)
             if watch is not None:
-                watch(TileStep(b, h, i, j, kind, s, p, rescale, state))
+                watch(TileStep(head.b, head.h, i, j, kind, s, p, rescale, state))
         # 7 finish: acc / row_sum, lse
         done = state.finish(sink)
-        out[rows], lse[rows] = arrays.narrow(done.out, stored), done.lse
+        head.out[rows], head.lse[rows] = arrays.narrow(done.out, stored), done.lse
+
+
+def positions(tile: slice) -> Array:
+    return np.arange(tile.start, tile.stop)
