@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+CONTESTANTS = ("tilewise numpy", "torch sdpa", "torch naive", "numpy naive")
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 
@@ -38,9 +39,9 @@ def memory(file: str, columns: tuple[str, ...], d: int) -> str:
 
 
 TABLES = {
-    "forward": lambda: speed("cpu-forward.json", ("tilewise numpy", "torch sdpa", "numpy naive")),
-    "training": lambda: speed("cpu-training.json", ("tilewise numpy", "torch sdpa", "numpy naive")),
-    "memory": lambda: memory("cpu-forward.json", ("tilewise numpy", "torch sdpa", "numpy naive"), 64),
+    "forward": lambda: speed("cpu-forward.json", CONTESTANTS),
+    "training": lambda: speed("cpu-training.json", CONTESTANTS),
+    "memory": lambda: memory("cpu-forward.json", CONTESTANTS, 64),
 }
 
 
