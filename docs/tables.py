@@ -16,9 +16,9 @@ CONTESTANTS = ("tilewise numpy", "torch sdpa", "torch naive", "numpy naive")
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
 
-def speed(file: str, columns: tuple[str, ...]) -> str:
-    """Milliseconds of each contestant, and our ratio to the best peer."""
-    found = _records(file)
+def speed(file: str, columns: tuple[str, ...], d: int | None = None) -> str:
+    """Milliseconds of each contestant, and our ratio to the best peer; all head dimensions, or one."""
+    found = {key: cell for key, cell in _records(file).items() if d in (None, key[2])}
     lines = ["| variant | n | d | " + " | ".join(columns) + " | to the best peer |", "|---" * (4 + len(columns)) + "|"]
     for (variant, n, d), cell in found.items():
         times = [_time(cell.get(name)) for name in columns]
@@ -39,6 +39,7 @@ def memory(file: str, columns: tuple[str, ...], d: int) -> str:
 
 
 TABLES = {
+    "short": lambda: speed("cpu-forward.json", CONTESTANTS, d=64),
     "forward": lambda: speed("cpu-forward.json", CONTESTANTS),
     "training": lambda: speed("cpu-training.json", CONTESTANTS),
     "memory": lambda: memory("cpu-forward.json", CONTESTANTS, 64),

@@ -22,7 +22,7 @@ from tilewise.cli import UserError
 from tilewise.cli import bench as command
 
 FAST = run.Settings(repeat=3, budget=0.2, memory=False)
-NOW = measure.wall_timer(settle=0)
+NOW = measure.wall_timer()
 
 
 def cli(*argv: str) -> int:
@@ -173,10 +173,22 @@ def test_contestants_take_turns_and_a_slow_one_stops_earlier() -> None:
     actions = {name: lambda name=name: order.append(name) for name in "ABC"}
     clock = iter(range(100))
     seconds, failed = measure.round_robin(
-        actions, {"A": 3, "B": 1, "C": 3}, measure.wall_timer(lambda: float(next(clock)), settle=0)
+        actions, {"A": 3, "B": 1, "C": 3}, measure.wall_timer(lambda: float(next(clock))), 2, lambda action: action()
     )
-    assert "".join(order) == "ABCACAC"
+    assert "".join(order) == "AAABBCCCAACC"
     assert seconds == {"A": [1, 1, 1], "B": [1], "C": [1, 1, 1]} and not failed
+
+
+@pytest.mark.parametrize(("takes", "calls"), [(0.01, 5), (0.03, 3), (2.0, 1)])
+def test_a_turn_begins_with_untimed_calls(takes: float, calls: int) -> None:
+    now, made = [0.0], []
+
+    def action() -> None:
+        made.append(1)
+        now[0] += takes
+
+    measure.warm_up(action, lambda: now[0])
+    assert len(made) == calls
 
 
 def test_a_failure_in_its_turn_leaves_the_others_alone() -> None:

@@ -1,4 +1,8 @@
-"""How long: contestants take turns (A B C A B C ...), so that whatever else the machine does falls on all of them."""
+"""How long: contestants take turns (A B C A B C ...), so that whatever else the machine does falls on all of them.
+
+A turn is a few untimed calls and then a few timed ones: the threads of the contestant before may still spin, its own
+may sleep, and memory that it reuses may not be there yet.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 import numpy as np
 
 AT_LEAST = 3  # repetitions, when one fits the budget
-SETTLE = 0.03  # seconds before a call: a BLAS library's idle threads may spin a while, on the next contestant's time
+BLOCK = 5  # timed calls in a turn
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
 
 Action = Callable[[], Any]
@@ -33,9 +37,8 @@ class Times:
         return cls(median, min(seconds), p10, p90, len(seconds))
 
 
-def wall_timer(clock: Callable[[], float] = time.perf_counter, settle: float = SETTLE) -> Timer:
+def wall_timer(clock: Callable[[], float] = time.perf_counter) -> Timer:
     def timed(action: Action) -> float:
-        time.sleep(settle)
         start = clock()
         result = action()
         stop = clock()
@@ -71,18 +74,31 @@ def repetitions(seconds: float, budget: float, most: int) -> int:
     return min(most, max(AT_LEAST, int(budget / max(seconds, 1e-9))))
 
 
+def warm_up(action: Action, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Three calls at the least and 50 ms, but none beyond a second: a call that long hardly notices."""
+    begin, calls = clock(), 0
+    while (calls < 3 or clock() - begin < 0.05) and clock() - begin < 1.0:
+        action()
+        calls += 1
+
+
 def round_robin(
-    actions: Mapping[str, Action], counts: Mapping[str, int], timer: Timer
+    actions: Mapping[str, Action],
+    counts: Mapping[str, int],
+    timer: Timer,
+    block: int = BLOCK,
+    warm: Callable[[Action], None] = warm_up,
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
     """Seconds of each contestant's repetitions, taken in turns; and what one that failed on the way raised."""
     seconds: dict[str, list[float]] = {name: [] for name in actions}
     failed: dict[str, Exception] = {}
-    for turn in range(max(counts.values(), default=0)):
+    for turn in range(0, max(counts.values(), default=0), block):
         for name, action in actions.items():
             if turn >= counts[name] or name in failed:
                 continue
             try:
-                seconds[name].append(timer(action))
+                warm(action)
+                seconds[name].extend(timer(action) for _ in range(min(block, counts[name] - turn)))
             except Exception as error:  # a peer's failure is a result of the benchmark
                 failed[name] = error
     return seconds, failed
