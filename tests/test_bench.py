@@ -191,6 +191,21 @@ def test_a_turn_begins_with_untimed_calls(takes: float, calls: int) -> None:
     assert len(made) == calls
 
 
+def test_what_was_measured_before_ctrl_c_is_kept(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    whole = run.Sweep.cell
+
+    def stopped(self: run.Sweep, cell: Any) -> Any:
+        if cell.n == 32:
+            raise KeyboardInterrupt
+        return whole(self, cell)
+
+    monkeypatch.setattr(run.Sweep, "cell", stopped)
+    assert cli("--quick", "--n", "16,32", "--no-memory") == 0
+    out, err = capsys.readouterr()
+    assert "causal, n 16" in out
+    assert "stopped after 1 of 2 cells" in err
+
+
 def test_a_failure_in_its_turn_leaves_the_others_alone() -> None:
     calls = iter([None, None])
     seconds, failed = measure.round_robin({"A": lambda: next(calls), "B": lambda: None}, {"A": 4, "B": 4}, NOW)
@@ -332,5 +347,5 @@ def test_results_are_drawn_without_running(results: dict[str, Any], tmp_path: Pa
 
 def test_a_plot_without_matplotlib_fails_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'tilewise\[bench\]'"):
+    with pytest.raises(UserError, match="pip install matplotlib"):
         cli("--plot", str(tmp_path / "x.png"))

@@ -177,6 +177,12 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: tilewise" in capsys.readouterr().out
 
 
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys)
+    assert code == 2
+    assert "Start with `tilewise demo`" in out
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "tilewise", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("tilewise ")

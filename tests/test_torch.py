@@ -122,3 +122,36 @@ def test_weights_add_up_at_any_magnitude(magnitude: float) -> None:
     q, k, v = (rng.standard_normal((2, 20, 16)).astype(np.float32) for _ in range(3))
     p = tw.weights(q * np.float32(magnitude), k, v, rows=range(20))
     np.testing.assert_allclose(p.sum(-1), 1, atol=1e-6)
+
+
+def test_packed_ids_are_not_read_by_position_silently() -> None:
+    ids, lengths = np.array([0] * 5 + [1] * 3 + [2] * 4), [0, 5, 12]
+    q, k, v = (np.random.default_rng(i).standard_normal((12, 2, 4)) for i in range(3))
+    with pytest.raises(ValueError, match=r"read it with tw.load\(array, tw.QP\)"):
+        tw.attention_varlen(q, k, v, lengths, lengths, mask=tw.document(ids))
+    out = tw.attention_varlen(q, k, v, lengths, lengths, mask=tw.load(ids, tw.QP) == tw.load(ids, tw.KP))
+    dense = tw.attention(*(x.swapaxes(0, 1)[None] for x in (q, k, v)), mask=tw.document(ids))
+    np.testing.assert_allclose(out, dense[0].swapaxes(0, 1), rtol=1e-12)
+
+
+def test_flex_attentions_own_combinations() -> None:
+    from torch.nn.attention.flex_attention import and_masks, or_masks
+
+    def causal(b: object, h: object, q: tw.Expr, k: tw.Expr) -> tw.Expr:
+        return q >= k
+
+    def near(b: object, h: object, q: tw.Expr, k: tw.Expr) -> tw.Expr:
+        return (q - k).abs() < 3
+
+    both, either = tw.from_mask_mod(and_masks(causal, near)), tw.from_mask_mod(or_masks(causal, near))
+    distance = np.arange(9)[:, None] - np.arange(9)
+    assert np.array_equal(tw.picture(both, 9, 9), tw.picture(tw.dense((distance >= 0) & (distance < 3)), 9, 9))
+    assert np.array_equal(tw.picture(either, 9, 9), tw.picture(tw.dense(distance > -3), 9, 9))
+
+
+def test_a_variant_that_was_not_called() -> None:
+    q = torch.ones(3, 2)
+    with pytest.raises(TypeError, match=r"mask: .* call it: tw.causal\(...\)"):
+        tw.attention(q, q, q, mask=tw.causal)
+    with pytest.raises(TypeError, match=r"score: .* got ndarray"):
+        tw.attention(q, q, q, score=np.ones(3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import math
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +24,13 @@ def test_picture(name: str) -> None:
     result = doctest.testmod(module, extraglobs={"np": np, "picture": tw.picture})
     assert result.attempted >= 1
     assert result.failed == 0
+
+
+def test_every_file_is_exported() -> None:
+    files = {path.stem for path in Path(tw.__file__).parent.joinpath("variants").glob("[a-z]*.py")}
+    assert files == set(VARIANTS)
+    assert files <= set(tw.__all__)
+    assert files <= set(import_module("tilewise.variants").__all__)
 
 
 def test_one_file_each() -> None:

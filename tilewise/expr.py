@@ -151,6 +151,25 @@ class Expr:
             )
         return substitute(after, {S: as_float(self)})
 
+    # -- what FlexAttention's functions call on a tensor (its and_masks and or_masks begin with new_ones, new_zeros) ----
+    def abs(self) -> Expr:
+        return abs(self)
+
+    def exp(self) -> Expr:
+        return exp(self)
+
+    def log(self) -> Expr:
+        return log(self)
+
+    def tanh(self) -> Expr:
+        return tanh(self)
+
+    def new_ones(self, *args: Any, **kwargs: Any) -> Expr:
+        return constant(True)
+
+    def new_zeros(self, *args: Any, **kwargs: Any) -> Expr:
+        return constant(False)
+
     # -- copies -------------------------------------------------------------------------------------------------------
     # A node must be the interned one, or `S` would not be S: copies are made of the same nodes over copied arrays.
     def __copy__(self) -> Expr:
@@ -306,7 +325,10 @@ def _number(symbol: str, x: Expr) -> Expr:
 
 def _condition(symbol: str, x: Expr) -> Expr:
     if x.kind != BOOL:
-        raise TypeError(f"`{symbol}` needs conditions, got the number {x!r}; compare it first, e.g. {x!r} != 0")
+        raise TypeError(
+            f"`{symbol}` needs conditions, got the number {x!r}; compare it first, "
+            "and put comparisons in parentheses: (a < b) & (c < d)"
+        )
     return x
 
 

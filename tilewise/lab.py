@@ -18,6 +18,18 @@ import numpy.typing as npt
 from tilewise.arrays import Array, compute_dtype, narrow, widen
 from tilewise.softmax import State, finite
 
+__all__ = [
+    "Blocks",
+    "MemoryReport",
+    "TiledAttention",
+    "count_blocks",
+    "online_softmax",
+    "sram_needed",
+    "standard_attention",
+    "update_block",
+    "verify_memory_usage",
+]
+
 _FLOATS = (np.float16, np.float32, np.float64)
 _MATRIX_LIMIT = 2**30  # bytes of a score matrix that verify_memory_usage still dares to make
 

@@ -178,11 +178,17 @@ def score_expression(score: Any) -> Expr | None:
     if score is None:
         return None
     if not isinstance(score, Expr):
-        advice = "; wrap a FlexAttention function in tw.from_score_mod(fn)" if callable(score) else ""
+        advice = _function_advice(score, "tw.from_score_mod(fn)")
         raise TypeError(f"score: expected an expression such as tw.softcap(30.0), got {type(score).__name__}{advice}")
     if score.kind == BOOL:
         raise TypeError(f"score: expected a number for each score, got the condition {score!r}; pass it as mask")
     return as_float(score)
+
+
+def _function_advice(given: Any, wrapper: str) -> str:
+    if any(given is variant for variant in variants.VARIANTS.values()):
+        return f"; call it: tw.{given.__name__}(...)"
+    return f"; wrap a FlexAttention function in {wrapper}" if callable(given) else ""
 
 
 def mask_expression(mask: Expr) -> Expr:
@@ -198,7 +204,7 @@ def _aligned_mask(mask: Any, rank: int, scores: tuple[int, ...]) -> Any:
     if rank == PACKED:
         raise TypeError("mask: packed sequences take an expression; read an array with tw.load(array, tw.QP, ...)")
     if not arrays.is_array(mask):
-        advice = "; wrap a FlexAttention function in tw.from_mask_mod(fn)" if callable(mask) else ""
+        advice = _function_advice(mask, "tw.from_mask_mod(fn)")
         advice = "; parse text with tw.parse(text)" if isinstance(mask, str) else advice
         raise TypeError(f"mask: expected an expression or an array of bool or float, got {type(mask).__name__}{advice}")
     if arrays.kind_of(mask) not in ("bool", "float"):
@@ -286,6 +292,12 @@ def _check_load(node: Expr, sizes: dict[str, int], packed: bool) -> None:
         want = sizes.get(index.payload) if index.op == "var" else None
         if want is None or found[axis] == want:
             continue
+        if packed and index.payload in ("Q", "K") and found[axis] == sizes[f"{index.payload}P"]:
+            raise ValueError(
+                f"a loaded array (ids, bias ...) has a row for each packed row and is read as {node!r}, by the position "
+                f"in its sequence; read it with tw.load(array, tw.{index.payload}P), e.g. "
+                "mask=tw.load(ids, tw.QP) == tw.load(ids, tw.KP)"
+            )
         if not (packed and index.payload in ("Q", "K") and found[axis] > want):
             told = ", ".join(f"{name} {size}" for name, size in sizes.items())
             raise ValueError(

@@ -13,7 +13,7 @@ from tilewise.arrays import Array
 from tilewise.bench.contestants import Contestant, Entry, Outputs, RefusedError, as_tensor, with_autograd
 from tilewise.bench.problem import Problem
 
-NO_TORCH = "PyTorch is not installed; pip install 'tilewise[torch]'"
+NO_TORCH = "PyTorch is not installed; pip install torch"
 MATRICES = {False: 3, True: 6}  # full matrices that naive attention is allowed for, without and with backward
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -47,7 +48,12 @@ class Sweep:
     _pace: dict[tuple[Any, ...], tuple[float, float]] = field(default_factory=dict)  # seconds, and the work they did
 
     def run(self, cells: Iterable[Cell]) -> list[Record]:
-        return [record for cell in sorted(cells, key=lambda c: c.n) for record in self.cell(cell)]
+        """All records; stopped by the keyboard, those of the cells that were done."""
+        records: list[Record] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            for cell in sorted(cells, key=lambda c: c.n):
+                records += self.cell(cell)
+        return records
 
     def cell(self, cell: Cell) -> list[Record]:
         """One record a contestant, in their order."""

@@ -23,12 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Start with `tilewise demo`. Each command has its own --help.",
     )
     parser.add_argument("--version", action="version", version=f"tilewise {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
         import_module(f"tilewise.cli.{name}").add_parser(commands)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ and █ shows something else, not a traceback
     args = parser.parse_args(argv)
+    if not hasattr(args, "run"):
+        parser.print_help()
+        return 2
     try:
         return int(args.run(args))
     except UserError as error:

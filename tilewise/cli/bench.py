@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ def add_parser(commands: Any) -> None:
         help="time, memory and error beside PyTorch and NumPy",
         description="Times every kernel system of this machine beside its peers: in turns, on the same data, medians. "
         "Peers are PyTorch's SDPA, naive attention in PyTorch and in NumPy, where they are installed.",
-        epilog="NumPy's own threads follow its BLAS library's environment variable, e.g. OPENBLAS_NUM_THREADS=1.",
+        epilog="The default sweep takes a few minutes, --quick some seconds. NumPy's own threads follow its BLAS "
+        "library's environment variable, e.g. OPENBLAS_NUM_THREADS=1.",
     )
     add = parser.add_argument
     add("--n", metavar="LIST", help=f"lengths, queries and keys alike ({FULL_SWEEP['n']})")
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_targets(args: argparse.Namespace) -> None:
     """What would fail at the end of a long run fails at its start."""
     if args.plot is not None and find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib; pip install 'tilewise[bench]'")
+        raise UserError("--plot needs matplotlib; pip install matplotlib")
     if args.plot is not None and not Path(args.plot).is_dir() and Path(args.plot).suffix != ".png":
         raise UserError(f"--plot: expected a file ending in .png or an existing folder, got {args.plot!r}")
     if args.json is not None and Path(args.json).is_dir():
@@ -112,11 +114,16 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     settings, cells = _settings(options), _cells(options)
     _check_kernel(options["kernel"])
     timer = _prepare_torch(options)
-    from tilewise.bench import contestants, run
+    from tilewise.bench import contestants, run, table
 
     present, missing = contestants.installed(options["kernel"])
     records = run.Sweep(present, settings, timer, progress).run(cells)
     progress()
+    if not records:
+        raise KeyboardInterrupt
+    done = len({tuple(record[name] for name in table.CELL) for record in records})
+    if done < len(cells):
+        print(f"stopped after {done} of {len(cells)} cells; these are their results", file=sys.stderr)
     return run.results(records, options, missing, options["device"])
 
 
@@ -223,7 +230,7 @@ def _prepare_torch(options: dict[str, Any]) -> Any:
     try:
         import torch
     except (ImportError, OSError):
-        raise UserError(f"{wanted[0]} needs PyTorch; pip install 'tilewise[torch]'") from None
+        raise UserError(f"{wanted[0]} needs PyTorch; pip install torch") from None
     if options["threads"]:
         torch.set_num_threads(options["threads"])
     if options["device"] == "cpu":

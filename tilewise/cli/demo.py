@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
+import sys
 from typing import Any
 
 import numpy as np
@@ -168,7 +170,8 @@ def _meaning(rows: list[compare.Row], passed: bool) -> None:
         if isinstance(row.standard, str) and isinstance(row.tiled, Measured):
             print(f"  At n = {row.label} the full matrix would take {size(row.matrix_bytes)}; the tiles just run.")
     print(f"  The results are {'exact: every check passed.' if passed else 'NOT all exact: see the ✗ lines above.'}")
-    print("  Next: tilewise plan --mask 'causal() & window(512)' --n 8192; tilewise demo --trace; tilewise bench")
+    command = "tilewise" if shutil.which("tilewise") else os.path.relpath(sys.argv[0])
+    print(f"  Next: {command} plan --mask 'causal() & window(512)' --n 8192; {command} demo --trace; {command} bench")
 
 
 def _speed(ratio: float) -> str:

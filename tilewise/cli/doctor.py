@@ -35,18 +35,18 @@ def run(args: argparse.Namespace) -> int:
         mark, text = ("✓", dispatch.kernel(name).summary) if reason is None else ("✗", reason)
         print(f"  {mark} {name:10} {text}")
     print("\noptional packages")
-    for package, use, extra in (
-        ("torch", "PyTorch tensors and autograd; the first peer of the benchmarks", "torch"),
-        ("matplotlib", "plots of the benchmarks", "bench"),
+    for package, use in (
+        ("torch", "PyTorch tensors and autograd; the first peer of the benchmarks"),
+        ("matplotlib", "plots of the benchmarks"),
     ):
-        print(f"  {_package(package, use, extra)}")
+        print(f"  {_package(package, use)}")
     print(f"\n{_gpu()}")
     return 0 if None in reasons.values() else 1
 
 
-def _package(package: str, use: str, extra: str) -> str:
+def _package(package: str, use: str) -> str:
     if find_spec(package) is None:
-        return f"✗ {package:10} {use}: pip install 'tilewise[{extra}]'"
+        return f"✗ {package:10} {use}: pip install {package}"
     try:
         return f"✓ {package:10} {version(package)}: {use}"
     except PackageNotFoundError:

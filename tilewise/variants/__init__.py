@@ -20,9 +20,19 @@ from tilewise.variants.t5 import t5
 from tilewise.variants.window import window
 
 __all__ = [
-    "VARIANTS", "alibi", "bias", "causal", "dense", "dilated", "document", "prefix", "relative", "softcap", "t5",
+    "VARIANTS",
+    "alibi",
+    "bias",
+    "causal",
+    "dense",
+    "dilated",
+    "document",
+    "prefix",
+    "relative",
+    "softcap",
+    "t5",
     "window",
-]  # fmt: skip
+]
 
 VARIANTS: dict[str, Callable[..., Expr]] = {
     f.__name__: f
