@@ -151,7 +151,7 @@ class Expr:
             )
         return substitute(after, {S: as_float(self)})
 
-    # -- what FlexAttention's functions call on a tensor (its and_masks and or_masks begin with new_ones, new_zeros) ----
+    # -- what FlexAttention's functions call on a tensor (its and_masks and or_masks begin with new_ones, new_zeros) --
     def abs(self) -> Expr:
         return abs(self)
 

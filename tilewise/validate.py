@@ -294,7 +294,7 @@ def _check_load(node: Expr, sizes: dict[str, int], packed: bool) -> None:
             continue
         if packed and index.payload in ("Q", "K") and found[axis] == sizes[f"{index.payload}P"]:
             raise ValueError(
-                f"a loaded array (ids, bias ...) has a row for each packed row and is read as {node!r}, by the position "
+                f"a loaded array (ids, bias ...) has a row for each packed row and is read as {node!r}, by position "
                 f"in its sequence; read it with tw.load(array, tw.{index.payload}P), e.g. "
                 "mask=tw.load(ids, tw.QP) == tw.load(ids, tw.KP)"
             )
