@@ -120,7 +120,7 @@ def _remarks(axis: Any, records: list[Record]) -> None:
             0.02, 0.98, "\n".join(told.values()), transform=axis.transAxes, va="top", fontsize=7, color="#475569",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )  # fmt: skip
-        axis.margins(y=0.25)
+        axis.set_ylim(top=axis.get_ylim()[1] * (1 + 0.1 * (1 + len(told))))  # room above the lines
 
 
 def _from(record: Record, records: list[Record]) -> str:
