@@ -288,7 +288,7 @@ def test_a_dead_expression_leaves_nothing_behind():
 
 
 def test_doubling_does_not_blow_up():
-    start = time.perf_counter()
+    start = time.process_time()
     x = S
     for _ in range(60):
         x = x + x
@@ -303,11 +303,11 @@ def test_doubling_does_not_blow_up():
     for _ in range(60):
         y = y >> (S + S)
     assert y is x
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_deep_chain_works():
-    start = time.perf_counter()
+    start = time.process_time()
     x = S
     for i in range(5000):
         x = x + float(i % 7) if i % 2 else tw.maximum(x, -1.0)
@@ -318,7 +318,7 @@ def test_a_deep_chain_works():
     assert value(derivative(x, S), S=0.0) == 1.0
     assert value(x >> (S * 2), S=0.0) == 2 * expected
     del x
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_key_has_slots_for_arrays():

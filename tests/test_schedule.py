@@ -311,12 +311,12 @@ def test_large_grids_agree_with_small_ones(name):
 
 
 def test_a_million_queries_are_planned_in_seconds():
-    start = time.perf_counter()
+    start = time.process_time()
     n, side = 1_000_000, 128
     p = made(tw.causal() & tw.window(4096), tile=(side, side), n_q=n, n_k=n)
     counts = p.counts
     assert len(p.by_key.table) > 0
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     tiles = -(-n // side)
     # A row of tiles sees its own, 32 before it, and the ragged or far end: about 33 tiles, all but two of them FULL.
     assert 32 * tiles < counts[PARTIAL] + counts[FULL] < 35 * tiles
@@ -325,7 +325,7 @@ def test_a_million_queries_are_planned_in_seconds():
 
 
 def test_documents_of_a_long_sequence_are_planned_in_seconds():
-    start = time.perf_counter()
+    start = time.process_time()
     n = 204_800 - 640
     full_in_the_last = sum(range(n % 2048 // 128))  # below the diagonal of its whole tiles
     if n % 128:
@@ -333,7 +333,7 @@ def test_documents_of_a_long_sequence_are_planned_in_seconds():
     ids = np.arange(n) // 2048
     p = made(tw.document(ids) & tw.causal(), tile=(128, 128), n_q=n, n_k=n)
     counts = p.counts
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert counts[FULL] == 120 * (n // 2048) + full_in_the_last
     assert counts[PARTIAL] >= -(-n // 128)
 

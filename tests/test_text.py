@@ -75,13 +75,13 @@ def test_deep_chains_read_back(depth):
     x = S
     for i in range(depth):
         x = x + float(i % 3)
-    start = time.perf_counter()
+    start = time.process_time()
     assert tw.parse(str(x)) is x
     m = Q < K
     for i in range(depth // 2):
         m = ~(m & (Q < i)) if i % 2 else (K < i) | m
     assert tw.parse(str(m)) is m
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_infinities_and_signs_read_back():
@@ -338,10 +338,10 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_is_refused_quickly(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(tw.ExpressionError) as error:
         tw.parse(HOSTILE[name], [np.arange(4)])
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert len(str(error.value)) < 1500
     assert not list(tmp_path.iterdir())
 
