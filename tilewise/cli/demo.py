@@ -170,7 +170,8 @@ def _meaning(rows: list[compare.Row], passed: bool) -> None:
         if isinstance(row.standard, str) and isinstance(row.tiled, Measured):
             print(f"  At n = {row.label} the full matrix would take {size(row.matrix_bytes)}; the tiles just run.")
     print(f"  The results are {'exact: every check passed.' if passed else 'NOT all exact: see the ✗ lines above.'}")
-    command = "tilewise" if shutil.which("tilewise") else os.path.relpath(sys.argv[0])
+    called = "python -m tilewise" if sys.argv[0].endswith("__main__.py") else os.path.relpath(sys.argv[0])
+    command = "tilewise" if shutil.which("tilewise") else called
     print(f"  Next: {command} plan --mask 'causal() & window(512)' --n 8192; {command} demo --trace; {command} bench")
 
 
