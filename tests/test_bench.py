@@ -153,7 +153,8 @@ def test_results_that_are_none(tmp_path: Path) -> None:
 
 
 def test_gpu_without_one_is_a_user_error() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
     with pytest.raises(UserError, match="--gpu needs PyTorch with CUDA"):
@@ -336,7 +337,6 @@ def test_naive_attention_is_not_run_where_its_matrix_would_fill_memory(monkeypat
 
 
 def test_results_are_drawn_without_running(results: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     source = tmp_path / "r.json"
     source.write_text(json.dumps(results))
     assert cli("--from", str(source), "--plot", str(tmp_path / "out.png")) == 0

@@ -136,7 +136,7 @@ class Sweep:
             timeout = 120 + 3 * seconds
             settings = self.settings
             return {"extra_bytes": memory.extra_bytes(cell, contestant.name, settings.seed, settings.threads, timeout)}
-        except Exception as error:
+        except Exception as error:  # the time stands, and the record says why there is no memory
             return {"memory_reason": _public(f"{_failure(error).status}: {error}")}
 
 
