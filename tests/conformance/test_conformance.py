@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.conformance.paths import forced, paths
 from tilewise import dispatch
 from tilewise.cases import Case, conformance
 from tilewise.contract import check_backward, check_forward
@@ -17,12 +19,30 @@ from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
 
 # Beside a system's own tile: smaller ones than the cases' shapes, wide and high, dividing nothing.
-TILES = {"numpy": (None, Tile(32, 48), Tile(61, 16))}
-RUNS = [(name, case, tile) for name in dispatch.NAMES for case in conformance() for tile in TILES.get(name, (None,))]
+TILES = dict.fromkeys(("numpy", "cpu"), (None, Tile(32, 48), Tile(61, 16)))
 
 
-def _id(run: tuple[str, Case, Tile | None]) -> str:
-    return f"{run[0]} | {run[1].name} | {run[2] or 'default tile'}"
+class Run(NamedTuple):
+    """A case on one system, by one of its paths, with one tile."""
+
+    system: str
+    path: str | None
+    case: Case
+    tile: Tile | None
+
+    def __str__(self) -> str:
+        system = self.system if self.path is None else f"{self.system}/{self.path}"
+        return f"{system} | {self.case.name} | {self.tile or 'default tile'}"
+
+
+# Case by case, so that what is expected of a case is computed once for all systems.
+RUNS = [
+    Run(name, path, case, tile)
+    for case in conformance()
+    for name in dispatch.NAMES
+    for path in paths(name)
+    for tile in TILES.get(name, (None,))
+]
 
 
 def _kernel(name: str, case: Case, backward: bool) -> Kernel | None:
@@ -40,20 +60,20 @@ def _kernel(name: str, case: Case, backward: bool) -> Kernel | None:
     return None
 
 
-@pytest.mark.parametrize("run", RUNS, ids=_id)
-def test_forward(run: tuple[str, Case, Tile | None]) -> None:
-    name, case, tile = run
-    kernel = _kernel(name, case, backward=False)
-    if kernel is not None:
-        check_forward(kernel, case, tile)
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_forward(run: Run) -> None:
+    kernel = _kernel(run.system, run.case, backward=False)
+    with forced(run.system, run.path):
+        if kernel is not None:
+            check_forward(kernel, run.case, run.tile)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=_id)
-def test_backward(run: tuple[str, Case, Tile | None]) -> None:
-    name, case, tile = run
-    kernel = _kernel(name, case, backward=True)
-    if kernel is not None:
-        check_backward(kernel, case, tile)
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_backward(run: Run) -> None:
+    kernel = _kernel(run.system, run.case, backward=True)
+    with forced(run.system, run.path):
+        if kernel is not None:
+            check_backward(kernel, run.case, run.tile)
 
 
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
@@ -79,3 +99,21 @@ def test_every_variant_has_a_case() -> None:
 
     source = inspect.getsource(cases)
     assert [name for name in VARIANTS if not re.search(rf"\b{name}\(", source)] == []
+
+
+def test_a_path_is_forced_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        used = "fast"
+
+        def isa(self) -> str:
+            return self.used
+
+        def use_isa(self, name: str) -> None:
+            self.used = name
+
+    library = Library()
+    monkeypatch.setattr("tests.conformance.paths._library", lambda system: library)
+    with pytest.raises(ZeroDivisionError), forced("cpu", "portable"):
+        assert library.used == "portable"
+        1 / 0  # noqa: B018
+    assert library.used == "fast"
