@@ -1,4 +1,4 @@
-"""The paths of a kernel system: the native engine has one for each instruction set, and each must be right."""
+"""How a kernel system computes: the native engine by one of its instruction sets, and with as many threads as told."""
 
 from __future__ import annotations
 
@@ -39,3 +39,18 @@ def forced(system: str, path: str | None) -> Iterator[None]:
         yield
     finally:
         library.use_isa(before)
+
+
+@contextmanager
+def one_thread(system: str) -> Iterator[None]:
+    """Everything inside runs in one thread; nothing changes for a system that has no threads of its own."""
+    library = _library(system)
+    if library is None:
+        yield
+        return
+    before = library.get_num_threads()
+    library.set_num_threads(1)
+    try:
+        yield
+    finally:
+        library.set_num_threads(before)
