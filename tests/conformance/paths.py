@@ -42,14 +42,14 @@ def forced(system: str, path: str | None) -> Iterator[None]:
 
 
 @contextmanager
-def one_thread(system: str) -> Iterator[None]:
-    """Everything inside runs in one thread; nothing changes for a system that has no threads of its own."""
+def threads(system: str, count: int) -> Iterator[None]:
+    """Everything inside runs in this many threads; nothing changes for a system that has none of its own."""
     library = _library(system)
     if library is None:
         yield
         return
     before = library.get_num_threads()
-    library.set_num_threads(1)
+    library.set_num_threads(count)
     try:
         yield
     finally:

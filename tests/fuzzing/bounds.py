@@ -113,12 +113,13 @@ class Bounds:
         return None
 
     def _has_slopes(self, part: _Part) -> bool:
-        """Gradients exist: the score's slopes are numbers wherever a key has a weight."""
+        """The score's slopes are numbers wherever a key has a weight, in the type computed with too."""
         if self.spec.score is None or not part.p.size:
             return True
-        slopes = (self._evaluate(derivative(self.spec.score, n), part.env)[0] for n in (S, *_wanted_loads(self.spec)))
+        slopes = (derivative(self.spec.score, node) for node in (S, *_wanted_loads(self.spec)))
         with np.errstate(all="ignore"):
-            return all(np.all((np.abs(slope) < MOST_SCORE) | (part.p == 0)) for slope in slopes)
+            found = [np.abs(value) + off for value, off in (self._evaluate(slope, part.env) for slope in slopes)]
+            return all(np.all((most < MOST_SCORE) | (part.p == 0)) for most in found)
 
     # -- results -------------------------------------------------------------------------------------------------------
     def forward(self) -> dict[str, Array]:

@@ -26,6 +26,7 @@ class Drawn:
 
     call: Call
     tile: Tile | None
+    threads: int
     d_out: Array | None  # of a backward pass, if there is to be one
     d_lse: Array | None
     saved_elsewhere: bool  # the backward pass gets another system's out and lse
@@ -54,7 +55,8 @@ def draw(dice: Dice, memory: Memory, backward_share: float) -> Drawn:
     else:
         call = _part_call(q, k, v, shape, options) if kind == "part" else validate.prepare(q, k, v, **options)
     d_out, d_lse = _gradients(dice, memory, call) if dice.chance(backward_share) else (None, None)
-    return Drawn(call, _tile(dice, shape), d_out, d_lse, dice.chance(0.2), variants.names or ["full"], kind)
+    tile, threads, saved_elsewhere = _tile(dice, shape), dice.between(2, 4), dice.chance(0.2)
+    return Drawn(call, tile, threads, d_out, d_lse, saved_elsewhere, variants.names or ["full"], kind)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.conformance.paths import one_thread
+from tests.conformance.paths import threads
 from tests.fuzzing.bounds import Bounds
 from tests.fuzzing.dice import Dice
 from tests.fuzzing.draw import Drawn, draw
@@ -133,7 +133,7 @@ class _Trial:
     def _forward(self) -> Partial:
         call, tile = self.call, self.drawn.tile
         saved, again = self._twice(lambda: self.kernel.forward(call.spec, call.q, call.k, call.v, tile))
-        self._same(forward_results(saved), forward_results(again), "the second time, with one thread")
+        self._same(forward_results(saved), forward_results(again), "the second time, in one thread")
         self._within(self.problem.forward, forward_results(saved), self.problem.bounds.forward)
         for alone, rows, _ in self._sequences_alone():
             got = self.kernel.forward(alone.spec, alone.q, alone.k, alone.v, tile)
@@ -147,7 +147,7 @@ class _Trial:
         inputs = call.spec, call.q, call.k, call.v, saved, drawn.d_out, drawn.d_lse, drawn.tile
         grads, again = self._twice(lambda: self.kernel.backward(*inputs))
         got = backward_results(grads)
-        self._same(got, backward_results(again), "the second time, with one thread")
+        self._same(got, backward_results(again), "the second time, in one thread")
         self._within(self.problem.backward, got, lambda: self.problem.bounds.backward(drawn.d_out, drawn.d_lse))
         for alone, rows, cols in self._sequences_alone():
             d_out, d_lse = drawn.d_out[rows], None if drawn.d_lse is None else drawn.d_lse[rows]
@@ -157,11 +157,12 @@ class _Trial:
             self._same(want, {"d_q": one.q, "d_k": one.k, "d_v": one.v}, "alone, though batch_invariant")
 
     def _twice(self, run: Callable[[], Any]) -> tuple[Any, Any]:
-        """The second time with one thread alone, where the system has threads: that makes no difference to any bit."""
+        """With some threads and with one alone, where the system has threads: that makes no difference to any bit."""
         self._soil_memory()
-        first = run()
+        with threads(self.kernel.name, self.drawn.threads):
+            first = run()
         self._soil_memory()
-        with one_thread(self.kernel.name):
+        with threads(self.kernel.name, 1):
             return first, run()
 
     def _soil_memory(self) -> None:
@@ -225,7 +226,9 @@ def describe(drawn: Drawn) -> str:
         told.append(f"  lengths: {call.spec.lengths.q.tolist()}, {call.spec.lengths.k.tolist()}")
     if drawn.d_out is not None:
         told.append(f"  d_out: {_in_words(drawn.d_out)}; {'no' if drawn.d_lse is None else 'a'} d_lse")
-    told.append(f"  scale {call.spec.scale:g}, sinks {call.spec.sinks}, batch_invariant {call.spec.batch_invariant}")
+    told.append(
+        f"  {drawn.threads} threads, scale {call.spec.scale:g}, sinks {call.spec.sinks}, batch_invariant {call.spec.batch_invariant}"
+    )
     return "\n".join(told)
 
 
