@@ -226,9 +226,8 @@ def describe(drawn: Drawn) -> str:
         told.append(f"  lengths: {call.spec.lengths.q.tolist()}, {call.spec.lengths.k.tolist()}")
     if drawn.d_out is not None:
         told.append(f"  d_out: {_in_words(drawn.d_out)}; {'no' if drawn.d_lse is None else 'a'} d_lse")
-    told.append(
-        f"  {drawn.threads} threads, scale {call.spec.scale:g}, sinks {call.spec.sinks}, batch_invariant {call.spec.batch_invariant}"
-    )
+    told.append(f"  {drawn.threads} threads, scale {call.spec.scale:g}, sinks {call.spec.sinks}")
+    told.append(f"  batch_invariant {call.spec.batch_invariant}, saved elsewhere {drawn.saved_elsewhere}")
     return "\n".join(told)
 
 
