@@ -1,0 +1,61 @@
+// One instruction set's path: compiled once for each, with the compiler told which (see setup.py).
+#include "backward.h"
+
+namespace {
+
+#define BY_COMPUTE(NAME, ...) (call.type == FLOAT64 ? NAME<double>(__VA_ARGS__) : NAME<float>(__VA_ARGS__))
+#define BY_STORED(NAME, ...)                                                  \
+    switch (call.type) {                                                      \
+        case FLOAT64: return NAME<double, double>(__VA_ARGS__);               \
+        case FLOAT16: return NAME<float, Half>(__VA_ARGS__);                  \
+        case BFLOAT16: return NAME<float, BFloat>(__VA_ARGS__);               \
+        default: return NAME<float, float>(__VA_ARGS__);                      \
+    }
+
+size_t any_packed_bytes(const Call& call, int64_t n_k) { return BY_COMPUTE(packed_bytes, call, n_k); }
+void any_lay_out(const Call& call, Packed& packed, void* memory) { BY_COMPUTE(lay_out, call, packed, memory); }
+size_t any_pack_scratch(const Call& call) { return BY_COMPUTE(pack_scratch, call); }
+void any_pack(const Call& call, const Packed& packed, int64_t begin, int64_t end, void* scratch) {
+    BY_STORED(pack_keys, call, packed, begin, end, scratch)
+}
+size_t any_forward_scratch(const Call& call) { return BY_COMPUTE(forward_scratch, call); }
+void any_forward(const Call& call, const Packed& packed, int64_t h, int64_t tile, void* scratch) {
+    BY_STORED(forward_tile, call, packed, h, tile, scratch)
+}
+
+#define BACKWARD_BY_COMPUTE(NAME, ...) (call.forward.type == FLOAT64 ? NAME<double>(__VA_ARGS__) : NAME<float>(__VA_ARGS__))
+size_t any_lay_out_backward(const BackwardCall& call, PackedBackward& packed, void* memory) {
+    return BACKWARD_BY_COMPUTE(lay_out_backward, call, packed, memory);
+}
+size_t any_pack_backward_scratch(const BackwardCall& call) { return BACKWARD_BY_COMPUTE(pack_backward_scratch, call); }
+void any_pack_backward_keys(const BackwardCall& backward, const PackedBackward& packed, int64_t begin, int64_t end, void* scratch) {
+    const Call& call = backward.forward;
+    BY_STORED(pack_backward_keys, backward, packed, begin, end, scratch)
+}
+void any_pack_backward_queries(const BackwardCall& backward, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end, void* scratch) {
+    const Call& call = backward.forward;
+    BY_STORED(pack_backward_queries, backward, packed, g, begin, end, scratch)
+}
+size_t any_backward_scratch(const BackwardCall& call) { return BACKWARD_BY_COMPUTE(backward_scratch, call); }
+void any_backward(const BackwardCall& backward, const PackedBackward& packed, int64_t split, void* scratch) {
+    const Call& call = backward.forward;
+    BY_STORED(backward_split, backward, packed, split, scratch)
+}
+void any_sum_splits(const BackwardCall& backward, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
+    const Call& call = backward.forward;
+    BY_STORED(sum_splits, backward, packed, g, begin, end)
+}
+
+}  // namespace
+
+#define NAMED(PREFIX, NAME) NAMED_(PREFIX, NAME)
+#define NAMED_(PREFIX, NAME) PREFIX##NAME
+#define TEXT(NAME) TEXT_(NAME)
+#define TEXT_(NAME) #NAME
+
+extern const Path NAMED(path_, TILEWISE_ISA);
+const Path NAMED(path_, TILEWISE_ISA) = {
+    TEXT(TILEWISE_ISA), any_packed_bytes, any_lay_out, any_pack_scratch, any_pack, any_forward_scratch, any_forward,
+    any_lay_out_backward, any_pack_backward_scratch, any_pack_backward_keys, any_pack_backward_queries,
+    any_backward_scratch, any_backward, any_sum_splits,
+};
