@@ -168,6 +168,41 @@ int forward(const Call& call, Interrupted interrupted) {
     return DONE;
 }
 
+// -- one query a head -------------------------------------------------------------------------------------------------
+
+constexpr int64_t DECODE_SPLIT = 2048;  // keys a task; by their number alone, so that bits do not depend on the machine
+
+bool is_decode(const Call& call) {
+    return std::all_of(call.sequences, call.sequences + call.n_sequences, [](const Sequence& s) { return s.n_q <= 1; });
+}
+
+int decode(const Call& call, Interrupted interrupted) {
+    std::vector<Packed> heads = key_heads(call);
+    heads.erase(std::remove_if(heads.begin(), heads.end(), [](const Packed& p) { return p.sequence->n_q == 0; }), heads.end());
+    size_t bytes = path().decode_partial_bytes(call);
+    std::vector<int64_t> first_split(1, 0);  // of each head
+    struct Task {
+        int64_t head, begin;
+    };
+    std::vector<Task> tasks;
+    for (size_t i = 0; i < heads.size(); i++) {
+        int64_t n_k = heads[i].sequence->n_k;
+        for (int64_t k = 0; k == 0 || k < n_k; k += DECODE_SPLIT) tasks.push_back({int64_t(i), k});
+        first_split.push_back(int64_t(tasks.size()));
+    }
+    Block partials(bytes * tasks.size() + 1);
+    int status = run_tasks(int64_t(tasks.size()), path().decode_scratch(call), interrupted, [&](int64_t i, void* room) {
+        const Packed& head = heads[size_t(tasks[size_t(i)].head)];
+        int64_t begin = tasks[size_t(i)].begin, end = std::min(begin + DECODE_SPLIT, head.sequence->n_k);
+        path().decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
+    });
+    if (status != DONE) return status;
+    return run_tasks(int64_t(heads.size()), 0, interrupted, [&](int64_t i, void*) {
+        int64_t first = first_split[size_t(i)];
+        path().decode_merge(call, heads[size_t(i)], first_split[size_t(i) + 1] - first, partials.data() + size_t(first) * bytes);
+    });
+}
+
 // -- backward ---------------------------------------------------------------------------------------------------------
 
 std::vector<PackedBackward> key_heads(const BackwardCall& call) {
@@ -302,7 +337,7 @@ API void tilewise_set_python(void* (*save_thread)(), void (*restore_thread)(void
     python = {save_thread, restore_thread, check_signals};
 }
 API int tilewise_forward(const Call* call) {
-    return without_lock([&](Interrupted interrupted) { return forward(*call, interrupted); });
+    return without_lock([&](Interrupted interrupted) { return is_decode(*call) ? decode(*call, interrupted) : forward(*call, interrupted); });
 }
 API int tilewise_backward(const BackwardCall* call) {
     return without_lock([&](Interrupted interrupted) { return backward(*call, interrupted); });

@@ -61,6 +61,18 @@ template <class T> T add_sink(T& lse, T sink) {
     return factor;
 }
 
+// Output and lse of one query; without a key they are 0 and -inf.
+template <class T, class Stored>
+void finish_row(const Call& call, int64_t b, int64_t h, int64_t row, T row_max, T row_sum, const T* acc) {
+    const T* sinks = static_cast<const T*>(call.sinks);
+    T* lse = mutable_row_of<T>(call.lse, b, h, row);
+    T factor = row_sum == 0 ? T(0) : 1 / row_sum;
+    *lse = row_sum == 0 ? -INF<T> : row_max + log_of(row_sum);
+    if (sinks != nullptr) factor *= add_sink(*lse, sinks[h]);
+    Stored* out = mutable_row_of<Stored>(call.out, b, h, row);
+    for (int64_t c = 0; c < call.d_v; c++) narrow(acc[c] * factor, out + c);
+}
+
 // -- one tile of queries ----------------------------------------------------------------------------------------------
 
 template <class T> class ForwardTile {
@@ -103,7 +115,9 @@ template <class T> class ForwardTile {
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
             for (; begin < end; begin += keys_) chunk(begin, smaller<int64_t>(begin + keys_, end), masked);
         }
-        finish<Stored>(packed, h, seq.q_begin + first);
+        // 7 finish: acc / row_sum, lse
+        for (int r = 0; r < n_q_; r++)
+            finish_row<T, Stored>(call_, packed.b, h, seq.q_begin + first + r, row_max_[r], sum_of(row_sum_[r]), acc_ + r * columns_);
     }
 
    private:
@@ -229,20 +243,6 @@ template <class T> class ForwardTile {
                 else
                     product<LD, 1>(to - from, p, v, Add<T>{acc, columns_});
             }
-    }
-
-    // 7 finish: acc / row_sum, lse
-    template <class Stored> void finish(const Packed& packed, int64_t h, int64_t first) {
-        const T* sinks = static_cast<const T*>(call_.sinks);
-        T* lse = mutable_row_of<T>(call_.lse, packed.b, h, first);
-        for (int r = 0; r < n_q_; r++) {
-            T row_sum = sum_of(row_sum_[r]), factor = row_sum == 0 ? T(0) : 1 / row_sum;
-            lse[r] = row_sum == 0 ? -INF<T> : row_max_[r] + log_of(row_sum);
-            if (sinks != nullptr) factor *= add_sink(lse[r], sinks[h]);
-            Stored* out = mutable_row_of<Stored>(call_.out, packed.b, h, first + r);
-            const T* acc = acc_ + r * columns_;
-            for (int64_t c = 0; c < call_.d_v; c++) narrow(acc[c] * factor, out + c);
-        }
     }
 
     const Call& call_;

@@ -1,5 +1,6 @@
 // One instruction set's path: compiled once for each, with the compiler told which (see setup.py).
 #include "backward.h"
+#include "decode.h"
 
 namespace {
 
@@ -21,6 +22,15 @@ void any_pack(const Call& call, const Packed& packed, int64_t begin, int64_t end
 size_t any_forward_scratch(const Call& call) { return BY_COMPUTE(forward_scratch, call); }
 void any_forward(const Call& call, const Packed& packed, int64_t h, int64_t tile, void* scratch) {
     BY_STORED(forward_tile, call, packed, h, tile, scratch)
+}
+
+size_t any_decode_scratch(const Call& call) { return BY_COMPUTE(decode_scratch, call); }
+size_t any_decode_partial_bytes(const Call& call) { return BY_COMPUTE(decode_partial_bytes, call); }
+void any_decode(const Call& call, const Packed& head, int64_t begin, int64_t end, void* partials, void* scratch) {
+    BY_STORED(decode_split, call, head, begin, end, partials, scratch)
+}
+void any_decode_merge(const Call& call, const Packed& head, int64_t splits, void* partials) {
+    BY_STORED(decode_merge, call, head, splits, partials)
 }
 
 #define BACKWARD_BY_COMPUTE(NAME, ...) (call.forward.type == FLOAT64 ? NAME<double>(__VA_ARGS__) : NAME<float>(__VA_ARGS__))
@@ -56,6 +66,7 @@ void any_sum_splits(const BackwardCall& backward, const PackedBackward& packed, 
 extern const Path NAMED(path_, TILEWISE_ISA);
 const Path NAMED(path_, TILEWISE_ISA) = {
     TEXT(TILEWISE_ISA), any_packed_bytes, any_lay_out, any_pack_scratch, any_pack, any_forward_scratch, any_forward,
+    any_decode_scratch, any_decode_partial_bytes, any_decode, any_decode_merge,
     any_lay_out_backward, any_pack_backward_scratch, any_pack_backward_keys, any_pack_backward_queries,
     any_backward_scratch, any_backward, any_sum_splits,
 };

@@ -28,6 +28,10 @@ struct Path {
     void (*pack)(const Call&, const Packed&, int64_t begin, int64_t end, void* scratch);  // begin: a multiple of PACK_ROWS
     size_t (*forward_scratch)(const Call&);
     void (*forward)(const Call&, const Packed&, int64_t h, int64_t tile, void* scratch);
+    size_t (*decode_scratch)(const Call&);
+    size_t (*decode_partial_bytes)(const Call&);  // of one split
+    void (*decode)(const Call&, const Packed&, int64_t begin, int64_t end, void* partials, void* scratch);
+    void (*decode_merge)(const Call&, const Packed&, int64_t splits, void* partials);
     size_t (*lay_out_backward)(const BackwardCall&, PackedBackward&, void* memory);  // returns the bytes; memory may be null
     size_t (*pack_backward_scratch)(const BackwardCall&);
     void (*pack_backward_keys)(const BackwardCall&, const PackedBackward&, int64_t begin, int64_t end, void* scratch);
