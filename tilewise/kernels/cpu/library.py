@@ -34,6 +34,7 @@ def _library() -> Any:
     # PyDLL: an exception that the engine leaves (Ctrl-C) is raised. The engine lets go of the interpreter itself.
     library = ctypes.PyDLL(str(path()))
     library.tilewise_isa.restype = ctypes.c_char_p
+    library.tilewise_peak_flops.restype = library.tilewise_read_rate.restype = ctypes.c_double
 
     api = ctypes.pythonapi
     library.tilewise_set_python(api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_CheckSignals)

@@ -1,11 +1,12 @@
 // One query a head: nothing is packed, keys and values are read once, where they are, for all query heads that share
-// them. Memory is the limit here, so the next rows are asked for while the present ones are worked on.
+// them. Memory is the limit here, so rows are asked for a little before they are needed.
 #pragma once
 #include "forward.h"
 
 namespace {
 
-constexpr int DECODE_KEYS = 64;  // worked on at a time: keys and values stay in the caches between the two products
+constexpr int DECODE_KEYS = 256;     // worked on at a time
+constexpr int AHEAD_BYTES = 4096;    // a page: what lies further ahead the processor finds itself
 
 // Sums of VL vectors, as one vector.
 template <class T> INLINE void sums_of(const Vec<T>* v, T* to) {
@@ -36,22 +37,23 @@ template <> INLINE void sums_of<float>(const Vec<float>* v, float* to) {
 }
 #endif
 
-INLINE void prefetch(const void* p, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(p) + i);
+// Asks for the row that is AHEAD_BYTES further on.
+template <class Stored> INLINE void prefetch(const Stored* row, int64_t ld, int d) {
+    const int64_t bytes = d * int64_t(sizeof(Stored));
+    const char* ahead = reinterpret_cast<const char*>(row + (AHEAD_BYTES / bytes + 1) * ld);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i);
 }
 
-// s[g][j] = q[g] . k[j] for G heads and n keys; d is a multiple of VL. Rows of `next` are asked for on the way.
+// s[g][j] = q[g] . k[j] for G heads and n keys; d is a multiple of VL.
 template <int G, class T, class Stored>
-void dots(const T* q, int d, const Stored* k, int64_t ld, int n, T* s, int64_t ld_s, const Stored* next, int64_t ld_next,
-          int64_t next_bytes) {
+void dots(const T* q, int d, const Stored* k, int64_t ld, int n, T* s, int64_t ld_s) {
     constexpr int KEYS = VL<T> / G;
     for (int j = 0; j < n; j += KEYS) {
         Vec<T> sum[VL<T>] = {};
         const Stored* rows[KEYS];
         for (int i = 0; i < KEYS; i++) {
-            int key = smaller(j + i, n - 1);  // beyond the last key its sums are computed again, and not kept
-            rows[i] = k + key * ld;
-            if (next != nullptr) prefetch(next + key * ld_next, next_bytes);
+            rows[i] = k + smaller(j + i, n - 1) * ld;  // beyond the last key its sums are computed again, and not kept
+            prefetch(rows[i], ld, d);
         }
         for (int x = 0; x < d; x += VL<T>)
 #pragma GCC unroll 16
@@ -62,25 +64,27 @@ void dots(const T* q, int d, const Stored* k, int64_t ld, int n, T* s, int64_t l
             }
         T sums[VL<T>];
         sums_of<T>(sum, sums);
-        for (int g = 0; g < G; g++)
-            for (int i = 0; i < smaller(KEYS, n - j); i++) s[g * ld_s + j + i] = sums[g * KEYS + i];
+        const int keys = smaller(KEYS, n - j);
+        if (keys == KEYS)
+            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, sums + g * KEYS, KEYS * sizeof(T));
+        else
+            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, sums + g * KEYS, size_t(keys) * sizeof(T));
     }
 }
 
 // acc[g] = acc[g] * rescale[g] + sum of p[g][j] * v[j], for C vectors of columns.
-template <int G, int C, class T, class Stored>
-INLINE void weigh_columns(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, T* acc, int64_t ld_acc,
-                          const T* rescale, const Stored* next, int64_t ld_next, int64_t next_bytes) {
+template <int G, int C, bool FIRST, class T, class Stored>
+INLINE void weigh_columns(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
     Vec<T> sum[G][C];
 #pragma GCC unroll 16
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 16
-        for (int c = 0; c < C; c++) sum[g][c] = load(acc + g * ld_acc + c * VL<T>) * rescale[g];
-    for (int j = 0; j < n; j++) {
-        if (next != nullptr) prefetch(next + j * ld_next, next_bytes);
+        for (int c = 0; c < C; c++) sum[g][c] = load(acc + g * d_v + c * VL<T>) * rescale[g];
+    for (int j = 0; j < n; j++, v += ld) {
+        if (FIRST) prefetch(v, ld, d_v);
         Vec<T> value[C];
 #pragma GCC unroll 16
-        for (int c = 0; c < C; c++) value[c] = load_wide(v + j * ld + c * VL<T>);
+        for (int c = 0; c < C; c++) value[c] = load_wide(v + c * VL<T>);
 #pragma GCC unroll 16
         for (int g = 0; g < G; g++)
 #pragma GCC unroll 16
@@ -89,17 +93,17 @@ INLINE void weigh_columns(const T* p, int64_t ld_p, const Stored* v, int64_t ld,
 #pragma GCC unroll 16
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 16
-        for (int c = 0; c < C; c++) store(acc + g * ld_acc + c * VL<T>, sum[g][c]);
+        for (int c = 0; c < C; c++) store(acc + g * d_v + c * VL<T>, sum[g][c]);
 }
 template <int G, class T, class Stored>
-void weigh(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale,
-           const Stored* next, int64_t ld_next, int64_t next_bytes) {
-    constexpr int C = G >= 8 ? 1 : G == 4 ? 2 : 4;
+void weigh(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
+    constexpr int C = larger(1, smaller(8, VL<T> / G));  // as many sums in registers as the products of step 2 have
     int c = 0;
-    for (; c + C * VL<T> <= d_v; c += C * VL<T>, next = nullptr)
-        weigh_columns<G, C>(p, ld_p, v + c, ld, n, acc + c, int64_t(d_v), rescale, next, ld_next, next_bytes);
-    for (; c < d_v; c += VL<T>, next = nullptr)
-        weigh_columns<G, 1>(p, ld_p, v + c, ld, n, acc + c, int64_t(d_v), rescale, next, ld_next, next_bytes);
+    for (; c + C * VL<T> <= d_v; c += C * VL<T>) {
+        if (c == 0) weigh_columns<G, C, true>(p, ld_p, v, ld, n, d_v, acc, rescale);
+        else weigh_columns<G, C, false>(p, ld_p, v + c, ld, n, d_v, acc + c, rescale);
+    }
+    for (; c < d_v; c += VL<T>) weigh_columns<G, 1, false>(p, ld_p, v + c, ld, n, d_v, acc + c, rescale);
 }
 
 // -- one split of the keys of one key head ----------------------------------------------------------------------------
@@ -119,8 +123,7 @@ template <class T> class DecodeSplit {
         row_max_ = scratch.take<T>(group_);
         row_sum_ = scratch.take<T>(group_);
         rescale_ = scratch.take<T>(group_);
-        k_ = scratch.take<T>(DECODE_KEYS * d_);
-        v_ = scratch.take<T>(DECODE_KEYS * d_v_);
+        rows_ = scratch.take<T>(int64_t(DECODE_KEYS) * larger(d_, d_v_));
     }
 
     template <class Stored> void run(const Packed& head, int64_t begin, int64_t end, T* partials) {
@@ -156,29 +159,27 @@ template <class T> class DecodeSplit {
             int64_t to = smaller(end, runs.table[i][1] * call_.tile_k);
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
             for (; from < to; from += DECODE_KEYS)
-                chunk<Stored>(g, heads, from, smaller<int64_t>(from + DECODE_KEYS, to), to, masked);
+                chunk<Stored>(g, heads, from, int(smaller<int64_t>(DECODE_KEYS, to - from)), masked);
         }
     }
 
-    template <class Stored> void chunk(int64_t g, int64_t heads, int64_t begin, int64_t end, int64_t last, bool masked) {
-        int n = int(end - begin);
+    template <class Stored> void chunk(int64_t g, int64_t heads, int64_t begin, int n, bool masked) {
         const Stored* k = row_of<Stored>(call_.k, head_->b, head_->hk, head_->sequence->k_begin + begin);
         const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + begin);
-        const Stored* next = end + n <= last ? k + n * call_.k.row : nullptr;
         // 2 s = q @ k.T
         if (d_ == call_.d) {
-            each<DotsOf<Stored>>(g, heads, k, call_.k.row, n, v, call_.v.row);
+            each<Dots>(g, heads, k, call_.k.row, n);
         } else {  // a row that ends within a vector is copied, and filled up with zeros
-            widen_rows(k, call_.k.row, n, int(call_.d), d_, k_);
-            each<DotsOf<T>>(g, heads, k_, int64_t(d_), n, static_cast<const T*>(nullptr), int64_t(0));
+            widen_rows(k, call_.k.row, n, int(call_.d), d_, rows_);
+            each<Dots>(g, heads, rows_, int64_t(d_), n);
         }
         for (int64_t i = g; i < g + heads; i++) softmax(i, begin, n, masked);
         // 6 acc = acc * rescale + p @ v
         if (d_v_ == call_.d_v) {
-            each<WeighOf<Stored>>(g, heads, v, call_.v.row, n, next, call_.k.row);
+            each<Weigh>(g, heads, v, call_.v.row, n);
         } else {
-            widen_rows(v, call_.v.row, n, int(call_.d_v), d_v_, v_);
-            each<WeighOf<T>>(g, heads, v_, int64_t(d_v_), n, static_cast<const T*>(nullptr), int64_t(0));
+            widen_rows(v, call_.v.row, n, int(call_.d_v), d_v_, rows_);
+            each<Weigh>(g, heads, rows_, int64_t(d_v_), n);
         }
     }
 
@@ -189,36 +190,28 @@ template <class T> class DecodeSplit {
         }
     }
 
-    // The heads of a group, as many at a time as there are sums in registers for: 16, 8, 4, 2, 1.
-    template <class Stored> struct DotsOf {
-        typedef Stored type;
-        template <int G> static void run(DecodeSplit& at, int64_t g, const Stored* k, int64_t ld, int n, const Stored* next, int64_t ld_next) {
-            dots<G>(at.q_ + g * at.d_, at.d_, k, ld, n, at.s_ + g * DECODE_KEYS, DECODE_KEYS, next, ld_next,
-                    at.call_.d_v * int64_t(sizeof(Stored)));
-        }
-    };
-    template <class Stored> struct WeighOf {
-        typedef Stored type;
-        template <int G> static void run(DecodeSplit& at, int64_t g, const Stored* v, int64_t ld, int n, const Stored* next, int64_t ld_next) {
-            weigh<G>(at.s_ + g * DECODE_KEYS, DECODE_KEYS, v, ld, n, at.d_v_, at.acc_ + g * at.d_v_, at.rescale_ + g, next,
-                     ld_next, at.call_.d * int64_t(sizeof(Stored)));
-        }
-    };
-    template <class Step, class Stored = typename Step::type>
-    void each(int64_t g, int64_t heads, const Stored* rows, int64_t ld, int n, const Stored* next, int64_t ld_next) {
-        for (int64_t end = g + heads; g < end;) {
-            int64_t left = end - g;
-            if constexpr (VL<T> >= 16)
-                if (left >= 16) { Step::template run<16>(*this, g, rows, ld, n, next, ld_next); g += 16; next = nullptr; continue; }
-            if constexpr (VL<T> >= 8)
-                if (left >= 8) { Step::template run<8>(*this, g, rows, ld, n, next, ld_next); g += 8; next = nullptr; continue; }
-            if constexpr (VL<T> >= 4)
-                if (left >= 4) { Step::template run<4>(*this, g, rows, ld, n, next, ld_next); g += 4; next = nullptr; continue; }
-            if (left >= 2) { Step::template run<2>(*this, g, rows, ld, n, next, ld_next); g += 2; }
-            else { Step::template run<1>(*this, g, rows, ld, n, next, ld_next); g += 1; }
-            next = nullptr;
-        }
+    // The heads of a group, as many at a time as there are sums in registers for.
+    template <class Step, class Stored> void each(int64_t g, int64_t heads, const Stored* rows, int64_t ld, int n) {
+        const int64_t end = g + heads;
+        if constexpr (VL<T> >= 16)
+            for (; g + 16 <= end; g += 16) Step::template run<16>(*this, g, rows, ld, n);
+        if constexpr (VL<T> >= 8)
+            for (; g + 8 <= end; g += 8) Step::template run<8>(*this, g, rows, ld, n);
+        if constexpr (VL<T> >= 4)
+            for (; g + 4 <= end; g += 4) Step::template run<4>(*this, g, rows, ld, n);
+        for (; g + 2 <= end; g += 2) Step::template run<2>(*this, g, rows, ld, n);
+        for (; g < end; g++) Step::template run<1>(*this, g, rows, ld, n);
     }
+    struct Dots {
+        template <int G, class Stored> static void run(DecodeSplit& at, int64_t g, const Stored* k, int64_t ld, int n) {
+            dots<G>(at.q_ + g * at.d_, at.d_, k, ld, n, at.s_ + g * DECODE_KEYS, DECODE_KEYS);
+        }
+    };
+    struct Weigh {
+        template <int G, class Stored> static void run(DecodeSplit& at, int64_t g, const Stored* v, int64_t ld, int n) {
+            weigh<G>(at.s_ + g * DECODE_KEYS, DECODE_KEYS, v, ld, n, at.d_v_, at.acc_ + g * at.d_v_, at.rescale_ + g);
+        }
+    };
 
     void softmax(int64_t g, int64_t begin, int n, bool masked) {
         T* s = s_ + g * DECODE_KEYS;
@@ -262,7 +255,7 @@ template <class T> class DecodeSplit {
     const int64_t group_;
     const int d_, d_v_;
     Machine<T> mask_, score_;
-    T *q_, *acc_, *s_, *row_max_, *row_sum_, *rescale_, *k_, *v_;
+    T *q_, *acc_, *s_, *row_max_, *row_sum_, *rescale_, *rows_;
     const Packed* head_ = nullptr;
 };
 

@@ -10,6 +10,7 @@
 #include <new>
 #include <vector>
 
+#include "machine.h"
 #include "paths.h"
 #include "pool.h"
 
@@ -356,4 +357,14 @@ API int tilewise_use_isa(const char* name) {
             return 1;
         }
     return 0;
+}
+API double tilewise_peak_flops(int is_double) {
+    double rate = 0;
+    without_lock([&](Interrupted) { return rate = peak_flops(path(), is_double != 0), DONE; });
+    return rate;
+}
+API double tilewise_read_rate() {
+    double rate = 0;
+    without_lock([&](Interrupted) { return rate = read_rate(path()), DONE; });
+    return rate;
 }

@@ -1,6 +1,7 @@
 // One instruction set's path: compiled once for each, with the compiler told which (see setup.py).
 #include "backward.h"
 #include "decode.h"
+#include "limits.h"
 
 namespace {
 
@@ -56,6 +57,16 @@ void any_sum_splits(const BackwardCall& backward, const PackedBackward& packed, 
     BY_STORED(sum_splits, backward, packed, g, begin, end)
 }
 
+double any_multiply_add(bool is_double, int64_t rounds) {
+    volatile double result;  // or the compiler would find that nobody needs it
+    float f = 0;
+    double d = 0, flops = is_double ? multiply_add(rounds, &d) : multiply_add(rounds, &f);
+    result = d + f;
+    (void)result;
+    return flops;
+}
+uint64_t any_read_bytes(const char* p, int64_t n) { return read_bytes(p, n); }
+
 }  // namespace
 
 #define NAMED(PREFIX, NAME) NAMED_(PREFIX, NAME)
@@ -68,5 +79,5 @@ const Path NAMED(path_, TILEWISE_ISA) = {
     TEXT(TILEWISE_ISA), any_packed_bytes, any_lay_out, any_pack_scratch, any_pack, any_forward_scratch, any_forward,
     any_decode_scratch, any_decode_partial_bytes, any_decode, any_decode_merge,
     any_lay_out_backward, any_pack_backward_scratch, any_pack_backward_keys, any_pack_backward_queries,
-    any_backward_scratch, any_backward, any_sum_splits,
+    any_backward_scratch, any_backward, any_multiply_add, any_read_bytes, any_sum_splits,
 };

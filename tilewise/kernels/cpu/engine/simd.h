@@ -41,8 +41,8 @@ template <> struct IntOf<float> { typedef int32_t type; };
 template <> struct IntOf<double> { typedef int64_t type; };
 template <class T> using Int = typename IntOf<T>::type;
 
-template <class T> INLINE T smaller(T a, T b) { return b < a ? b : a; }
-template <class T> INLINE T larger(T a, T b) { return a < b ? b : a; }
+template <class T> constexpr INLINE T smaller(T a, T b) { return b < a ? b : a; }
+template <class T> constexpr INLINE T larger(T a, T b) { return a < b ? b : a; }
 INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 template <class T> INLINE Vec<T> load(const T* p) {
