@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all lint format engine library wheel pictures clean
+.PHONY: help demo test test-all lint format engine library wheel sanitize pictures clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
@@ -12,6 +12,7 @@ help:
 	@echo "make format    apply ruff's formatting and fixes"
 	@echo "make engine    compile the native library again, what changed of it"
 	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
+	@echo "make sanitize  the native library under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make pictures  draw the figures and write the tables of the docs again"
 	@echo "make clean     remove .venv, caches and what was built"
 
@@ -50,6 +51,13 @@ engine: | $(VENV)/bin/pip
 
 wheel: | $(VENV)/bin/pip
 	TILEWISE_REQUIRE_ENGINE=1 $(BIN)/pip wheel --no-deps --wheel-dir dist .
+
+# What runs under the sanitizers, with the path of the widest instruction set.
+SANITIZE_TESTS ?= tests/conformance $(wildcard tests/test_cpu_*.py) -m "not slow" -k "(cpu and default) or test_cpu"
+
+sanitize: $(VENV)/.test
+	$(BIN)/python tests/sanitize.py address,undefined $(SANITIZE_TESTS)
+	$(BIN)/python tests/sanitize.py thread $(SANITIZE_TESTS)
 
 pictures: $(VENV)/.test
 	$(BIN)/python docs/figures.py

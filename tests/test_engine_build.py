@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import sanitize
 from tilewise.kernels.cpu.engine import build
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, build.COMPILERS)), reason=f"no C++ compiler: {', '.join(build.COMPILERS)}"
 )
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="speaks of ELF libraries")
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="speaks of ELF libraries and of g++'s sanitizers")
 
 ENGINE_CPP = """
 #include "sets.h"
@@ -229,3 +230,53 @@ def test_the_library_shows_and_needs_little() -> None:
     assert [name for name in shown if not name.startswith("tilewise_")] == []
     needed = re.findall(r"NEEDED.*\[(.*?)\.so", _told_by("readelf", "-d", library))
     assert set(needed) <= {"libc", "libm", "libpthread", "libdl", "librt", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+MISTAKES = """
+#include <thread>
+#include <vector>
+EXPORT int tilewise_read(int size, int i) { return std::vector<int>(size).data()[i]; }
+EXPORT int tilewise_race() {
+    static int shared = 0;
+    auto count = [] { for (int i = 0; i < 1000; ++i) shared = shared + 1; };
+    std::thread first(count), second(count);
+    first.join(), second.join();
+    return shared;
+}
+EXPORT int tilewise_shift(int by) { return 1 << by; }
+EXPORT int tilewise_throw() {
+    try { throw 3; } catch (int thrown) { return thrown; }
+}
+"""
+
+
+@on_linux
+@needs_compiler
+@pytest.mark.parametrize(
+    ("sanitizer", "harmless", "mistake", "report"),
+    [
+        ("address,undefined", "read(4, 3)", "read(4, 4)", "AddressSanitizer: heap-buffer-overflow"),
+        ("address,undefined", "throw()", "shift(40)", "shift exponent 40 is too large"),
+        ("thread", "read(4, 3)", "race()", "ThreadSanitizer: data race"),
+    ],
+)
+def test_sanitizers_see_mistakes(engine: Engine, sanitizer: str, harmless: str, mistake: str, report: str) -> None:
+    """`make sanitize` can fail: each sanitizer ends a run with its report, and lets a sound one pass."""
+    try:
+        sanitize.runtime(sanitize.RUNTIMES[sanitizer])
+    except build.BuildError as missing:
+        pytest.skip(str(missing))
+    engine.append("engine.cpp", MISTAKES)
+    library = engine.build(sanitizer)
+    prefix, environment = sanitize.sanitized(sanitizer, library)
+
+    def run(call: str) -> subprocess.CompletedProcess[str]:
+        script = f"import ctypes, os; ctypes.CDLL(os.environ['TILEWISE_LIBRARY']).tilewise_{call}"
+        command = [*prefix, sys.executable, "-c", script]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    done = run(harmless)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = run(mistake)
+    assert done.returncode != 0
+    assert report in done.stderr
