@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tilewise import dispatch
 from tilewise.kernels.cpu.engine import build
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +94,14 @@ def _check_engine(environment: Environment) -> None:
     place, isa = environment.printed("-c", script).split()
     assert place.startswith(str(environment.folder))
     assert isa in environment.printed("-m", "tilewise", "doctor").split("✓ cpu")[1]
+
+
+@pytest.mark.skipif(
+    not build.is_set("TILEWISE_REQUIRE_ENGINE"), reason="without TILEWISE_REQUIRE_ENGINE=1 it is optional"
+)
+def test_a_required_engine_is_there() -> None:
+    """Else CI would skip every test of the cpu system, and be green."""
+    assert dispatch.kernel("cpu").unavailable() is None
 
 
 @needs_compiler
