@@ -3,27 +3,30 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all lint format pictures clean
+.PHONY: help demo test test-all lint format engine library wheel sanitize pictures clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
 	@echo "make test      lint, types and the quick test suite"
 	@echo "make test-all  the same with the long tests"
 	@echo "make format    apply ruff's formatting and fixes"
+	@echo "make engine    compile the native library again, what changed of it"
+	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
+	@echo "make sanitize  the native library under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make pictures  draw the figures and write the tables of the docs again"
-	@echo "make clean     remove .venv and caches"
+	@echo "make clean     remove .venv, caches and what was built"
 
 # One BLAS thread each: on a busy machine a BLAS library's threads wait for each other far longer than they compute.
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTEST     := $(ONE_THREAD) $(BIN)/python -m pytest -n auto
 
-demo: $(VENV)/.package
+demo: $(VENV)/.package library
 	@$(ONE_THREAD) $(BIN)/tilewise demo
 
-test: lint
+test: lint library
 	$(PYTEST) -m "not slow"
 
-test-all: lint
+test-all: lint library
 	$(PYTEST)
 
 lint: $(VENV)/.test
@@ -35,26 +38,47 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The script compiles what is newer than its object. Without a compiler `library` goes on, and says what to install;
+# `engine` and TILEWISE_REQUIRE_ENGINE=1 make that an error.
+CPU          := tilewise/kernels/cpu
+BUILD_ENGINE := $(BIN)/python $(CPU)/engine/build.py
+
+library: | $(VENV)/bin/pip
+	@$(BUILD_ENGINE)
+
+engine: | $(VENV)/bin/pip
+	TILEWISE_REQUIRE_ENGINE=1 $(BUILD_ENGINE)
+
+wheel: | $(VENV)/bin/pip
+	TILEWISE_REQUIRE_ENGINE=1 $(BIN)/pip wheel --no-deps --wheel-dir dist .
+
+# What runs under the sanitizers, with the path of the widest instruction set.
+SANITIZE_TESTS ?= tests/conformance $(wildcard tests/test_cpu_*.py) -m "not slow" -k "(cpu and default) or test_cpu"
+
+sanitize: $(VENV)/.test
+	$(BIN)/python tests/sanitize.py address,undefined $(SANITIZE_TESTS)
+	$(BIN)/python tests/sanitize.py thread $(SANITIZE_TESTS)
+
 pictures: $(VENV)/.test
 	$(BIN)/python docs/figures.py
 	$(BIN)/python docs/tables.py
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist $(CPU)/libtilewise.* $(CPU)/build.txt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# The stamps make the second run quick: an install runs again only when pyproject.toml changes.
+# The stamps make the second run quick: an install runs again only when pyproject.toml or setup.py changes.
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 	  || { echo "Tilewise needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { echo "No venv module: install it (Debian: apt install python3-venv) and try again."; exit 1; }
 
-$(VENV)/.package: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/.package: pyproject.toml setup.py | $(VENV)/bin/pip
 	@echo "Installing tilewise (NumPy only)"
 	@$(BIN)/pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.test: pyproject.toml | $(VENV)/bin/pip
+$(VENV)/.test: pyproject.toml setup.py | $(VENV)/bin/pip
 	@echo "Installing tilewise with its test dependencies (PyTorch is the large one)"
 	@$(BIN)/pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.package

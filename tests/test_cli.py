@@ -111,10 +111,38 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     assert code == 0
     assert "✓ numpy" in out
     assert "torch" in out
-    monkeypatch.setattr(NumpyKernel, "unavailable", lambda self: "no NumPy: pip install numpy")
+    for name in dispatch.NAMES:
+        monkeypatch.setattr(type(dispatch.kernel(name)), "unavailable", lambda self: f"no {self.name}: get {self.name}")
     code, out, _ = _run(capsys, "doctor")
     assert code == 1
-    assert "✗ numpy      no NumPy: pip install numpy" in out
+    assert "✗ numpy      no numpy: get numpy" in out
+
+
+def test_doctor_shows_the_native_engine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.kernels.cpu import CpuKernel, library
+
+    monkeypatch.setattr(CpuKernel, "unavailable", lambda self: None)
+    monkeypatch.setattr(library, "isas", lambda: ["avx512", "avx2", "portable"])
+    monkeypatch.setattr(library, "isa", lambda: "avx2")
+    monkeypatch.setattr(library, "get_num_threads", lambda: 7)
+    _, out, _ = _run(capsys, "doctor")
+    assert "✓ cpu " in out
+    assert "\n               instructions: avx2 (TILEWISE_CPU_ISA can name avx512, portable); threads: 7\n" in out
+    monkeypatch.setattr(library, "isas", lambda: ["avx2"])
+    assert "instructions: avx2; threads: 7\n" in _run(capsys, "doctor")[1]
+
+
+def test_doctor_says_why_there_is_no_engine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilewise.kernels.cpu import CpuKernel
+
+    monkeypatch.setattr(CpuKernel, "unavailable", lambda self: "the compiler failed:\n  no such header\nInstall it")
+    code, out, _ = _run(capsys, "doctor")
+    assert code == 0, "NumPy is there"
+    gap = "\n" + " " * 15
+    assert f"✗ cpu        the compiler failed:{gap}  no such header{gap}Install it\n" in out
+    assert "instructions" not in out
 
 
 def test_plan(capsys: pytest.CaptureFixture[str]) -> None:

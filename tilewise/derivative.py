@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tilewise.expr import FLOAT, Expr, constant, nodes, where
+from tilewise.expr import FLOAT, Expr, S, constant, nodes, where
+from tilewise.spec import Attention
 
 ZERO, ONE = constant(0.0), constant(1.0)
 
@@ -43,6 +44,15 @@ def derivative(expr: Expr, wrt: Expr) -> Expr:
         else:
             slopes[node] = ZERO
     return slopes[expr]
+
+
+def score_slopes(spec: Attention) -> dict[Expr, Expr]:
+    """d score / d S, and d score / d load for each load whose array wants a gradient."""
+    if spec.score is None:
+        return {S: ONE}
+    wanted = {id(slot.array) for slot in spec.wanted}
+    reads = [n for n in nodes(spec.score) if n.op == "load" and id(n.payload.array) in wanted]
+    return {wrt: derivative(spec.score, wrt) for wrt in (S, *reads)}
 
 
 # -- arithmetic that knows 0 and 1, so that the derivative of S is 1 and not a heap of products -----------------------

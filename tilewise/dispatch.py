@@ -53,7 +53,10 @@ class System:
     attribute: str
 
 
-SYSTEMS = (System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),)
+SYSTEMS = (
+    System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
+    System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
+)
 NAMES = tuple(system.name for system in SYSTEMS)
 
 

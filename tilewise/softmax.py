@@ -72,6 +72,13 @@ def add_sink(partial: Partial, sink: Any) -> Partial:
     return Partial(partial.out * np.exp(partial.lse - finite(lse))[..., None], lse)
 
 
+def d_sinks(sinks: Any, lse: Array, delta: Array) -> Array:
+    """A sink's weight is exp(sink - lse) in each row; it has no value, so its share of d_score is -weight * delta."""
+    wide = arrays.widen(arrays.as_numpy(sinks), np.float64)
+    weight = np.exp(wide[:, None] - finite(lse))
+    return arrays.narrow(-(weight * delta).sum(axis=(0, 2)), arrays.dtype_name(sinks))
+
+
 def merge(partials: Sequence[Partial], sinks: Any = None) -> Partial:
     """Finished results over disjoint keys as one: each weighs exp(its lse - the common lse). Any array library.
 

@@ -106,7 +106,7 @@ SPEC_MISTAKES: dict[str, Callable[[Attention], Attention]] = {
 BACKWARD = import_module("tilewise.kernels.numpy.backward")
 BACKWARD_MISTAKES = {
     "slope of the score left out": (BACKWARD, "_times", lambda d_score, *_: d_score),
-    "gradient of sinks left out": (BACKWARD, "_d_sinks", lambda spec, lse, delta: np.zeros_like(spec.sinks)),
+    "gradient of sinks left out": (BACKWARD, "d_sinks", lambda sinks, lse, delta: np.zeros_like(sinks)),
     "array gradients left out": (BACKWARD, "_scatter", lambda *_: None),
     "missing lse term": STATE_MISTAKES["missing lse term"],
     "tile-local row index": STATE_MISTAKES["tile-local row index"],

@@ -33,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
     reasons = {name: dispatch.kernel(name).unavailable() for name in dispatch.NAMES}
     for name, reason in reasons.items():
         mark, text = ("✓", dispatch.kernel(name).summary) if reason is None else ("✗", reason)
+        if name == "cpu" and reason is None:
+            text += f"\n{_engine()}"
+        text = text.replace("\n", "\n" + " " * 15)
         print(f"  {mark} {name:10} {text}")
     print("\noptional packages")
     for package, use in (
@@ -42,6 +45,15 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {_package(package, use)}")
     print(f"\n{_gpu()}")
     return 0 if None in reasons.values() else 1
+
+
+def _engine() -> str:
+    """The native engine's instruction-set path, what it could take instead, and its threads."""
+    from tilewise.kernels.cpu import library
+
+    others = [name for name in library.isas() if name != library.isa()]
+    choice = f" (TILEWISE_CPU_ISA can name {', '.join(others)})" if others else ""
+    return f"instructions: {library.isa()}{choice}; threads: {library.get_num_threads()}"
 
 
 def _package(package: str, use: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from tilewise.arrays import as_numpy, like
+from tilewise.kernels import host
 from tilewise.kernels.numpy.backward import backward
 from tilewise.kernels.numpy.forward import Watch, forward
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -20,9 +21,7 @@ class NumpyKernel:
         return None
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
-        if shape.device != "cpu":
-            return f"it works in main memory and the arrays are on {shape.device}; move them with .cpu()"
-        return None
+        return host.unsupported(shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return DEFAULT_TILE
@@ -30,8 +29,7 @@ class NumpyKernel:
     def forward(
         self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None, watch: Watch | None = None
     ) -> Partial:
-        done = forward(spec, as_numpy(q), as_numpy(k), as_numpy(v), tile or DEFAULT_TILE, watch)
-        return Partial(like(done.out, q), like(done.lse, q))
+        return host.run_forward(partial(forward, tile=tile or DEFAULT_TILE, watch=watch), spec, q, k, v)
 
     def backward(
         self,
@@ -44,14 +42,4 @@ class NumpyKernel:
         d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:
-        held = Partial(as_numpy(saved.out), as_numpy(saved.lse))
-        d_lse = None if d_lse is None else as_numpy(d_lse)
-        grads = backward(
-            spec, as_numpy(q), as_numpy(k), as_numpy(v), held, as_numpy(d_out), d_lse, tile or DEFAULT_TILE
-        )
-        wanted = zip(grads.arrays, spec.wanted, strict=True)
-        return Grads(
-            like(grads.q, q), like(grads.k, k), like(grads.v, v),
-            None if grads.sinks is None else like(grads.sinks, spec.sinks),
-            tuple(like(g, slot.array) for g, slot in wanted),
-        )  # fmt: skip
+        return host.run_backward(partial(backward, tile=tile or DEFAULT_TILE), spec, q, k, v, saved, d_out, d_lse)

@@ -13,12 +13,12 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.derivative import ONE, derivative
-from tilewise.expr import Expr, S, evaluate, nodes
+from tilewise.derivative import ONE, score_slopes
+from tilewise.expr import Expr, S, evaluate
 from tilewise.kernels.numpy.forward import positions
 from tilewise.kernels.numpy.ops import clamp, numpy_ops
 from tilewise.schedule import Kind, Plan, plan
-from tilewise.softmax import finite
+from tilewise.softmax import d_sinks, finite
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
@@ -53,7 +53,7 @@ def backward(
     d_q, d_k, d_v = (np.zeros(x.shape, dtype) for x in (q, k, v))
     # Sums over whole heads or batches are kept in float64: a slope's gradient adds up N x N terms.
     d_arrays = {id(slot.array): np.zeros(tuple(slot.array.shape)) for slot in spec.wanted}
-    slopes = _slopes(spec)
+    slopes = score_slopes(spec)
     for part, rows, cols in shape.sequences(spec.lengths):
         schedule = plan(spec, part, tile)
         for b, h in np.ndindex(part.batch, part.heads):
@@ -67,7 +67,7 @@ def backward(
         arrays.narrow(d_q, shape.dtype),
         arrays.narrow(d_k, shape.dtype),
         arrays.narrow(d_v, shape.dtype),
-        None if spec.sinks is None else _d_sinks(spec, saved.lse, delta),
+        None if spec.sinks is None else d_sinks(spec.sinks, saved.lse, delta),
         tuple(arrays.narrow(d_arrays[id(x.array)], arrays.dtype_name(x.array)) for x in spec.wanted),
     )
 
@@ -114,15 +114,6 @@ def _one_head(
                     _scatter(d_arrays[id(node.payload.array)], node, _times(d_score, slope, env, ops), env, ops)
 
 
-def _slopes(spec: Attention) -> dict[Expr, Expr]:
-    """d score / d S, and d score / d load for each load whose array wants a gradient."""
-    if spec.score is None:
-        return {S: ONE}
-    wanted = {id(slot.array) for slot in spec.wanted}
-    reads = [n for n in nodes(spec.score) if n.op == "load" and id(n.payload.array) in wanted]
-    return {wrt: derivative(spec.score, wrt) for wrt in (S, *reads)}
-
-
 def _times(d_score: Array, slope: Expr, env: dict[str, Any], ops: Any) -> Array:
     """d_score * slope; a key of weight 0 passes nothing on, whatever its slope."""
     if slope is ONE:
@@ -143,10 +134,3 @@ def _scatter(grad: Array, read: Expr, values: Array, env: dict[str, Any], ops: A
         grad[index] += values  # no cell twice: plain variables are distinct positions
     else:
         np.add.at(grad, index, values)
-
-
-def _d_sinks(spec: Attention, lse: Array, delta: Array) -> Array:
-    """A sink's weight is exp(sink - lse) in each row; it has no value, so its share of d_score is -weight * delta."""
-    sinks = arrays.widen(arrays.as_numpy(spec.sinks), np.float64)
-    weight = np.exp(sinks[:, None] - finite(lse))
-    return arrays.narrow(-(weight * delta).sum(axis=(0, 2)), arrays.dtype_name(spec.sinks))

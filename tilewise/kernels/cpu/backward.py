@@ -1,0 +1,103 @@
+"""The backward pass: engine/backward.h on every split of the keys, and how gradients of arrays are summed."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from enum import IntEnum
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.derivative import ONE, ZERO, score_slopes
+from tilewise.expr import Expr, S
+from tilewise.kernels.cpu import library, structs
+from tilewise.kernels.cpu.marshal import Marshal, splits
+from tilewise.kernels.cpu.ops import Assembler
+from tilewise.softmax import d_sinks
+from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+_PRIVATE_CELLS = 1 << 21  # of all tasks together: up to here each task has sums of its own
+
+
+class Turns(IntEnum):
+    """Which tasks may run at the same time, as in engine.h."""
+
+    AT_ONCE = 0
+    HEADS_IN_TURN = 1
+    ALL_IN_TURN = 2
+
+
+def backward(
+    spec: Attention, q: Array, k: Array, v: Array, saved: Partial, d_out: Array, d_lse: Array | None, tile: Tile
+) -> Grads:
+    """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
+    shape = Shape.of(spec, q, k, v)
+    dtype = arrays.compute_dtype(shape.dtype)
+    d_q, d_k, d_v = (np.empty_like(x, order="C") for x in (q, k, v))
+    delta = np.zeros(saved.lse.shape, dtype) if d_lse is None else -arrays.widen(d_lse, dtype)
+    marshal = Marshal(spec, shape, tile)
+    call = structs.BackwardCall(
+        marshal.forward(q, k, v, saved.out, saved.lse, backward=True),
+        marshal.array(d_out), marshal.array(delta), marshal.array(d_q), marshal.array(d_k), marshal.array(d_v),
+        slope_at=-1,
+    )  # fmt: skip
+    totals = _score(spec, shape, marshal, call)
+    library.call("tilewise_backward", ctypes.byref(call))
+    return Grads(
+        d_q, d_k, d_v,
+        None if spec.sinks is None else d_sinks(spec.sinks, saved.lse, delta),
+        tuple(_finished(totals[id(x.array)], x.array) for x in spec.wanted),
+    )  # fmt: skip
+
+
+def _score(spec: Attention, shape: Shape, marshal: Marshal, call: structs.BackwardCall) -> dict[int, Array]:
+    """The score's program with its slopes; and the sums for arrays that want gradients, by their id."""
+    if spec.score is None:
+        return {}
+    assembler = Assembler()
+    call.forward.score_at = assembler.add(spec.score).number
+    slopes = score_slopes(spec)
+    call.slope_at = -1 if slopes[S] is ONE else assembler.add(slopes[S]).number
+    tasks = shape.batch * shape.heads_k * sum(splits(part.n_k) for part, _, _ in shape.sequences(spec.lengths))
+    totals: dict[int, Array] = {}
+    grads = []
+    for read, slope in slopes.items():
+        if read is S:
+            continue
+        array = read.payload.array
+        cells = math.prod(array.shape)
+        copies = tasks if cells * tasks <= _PRIVATE_CELLS else 1
+        total = totals.setdefault(id(array), np.zeros((max(copies, 1), *array.shape)))
+        if slope is ZERO or not cells:
+            continue
+        if copies == 1:
+            again = any(x.payload.array is array for x in slopes if x is not read and x is not S)
+            call.turns = max(call.turns, Turns.ALL_IN_TURN if again else _turns(read, spec, shape))
+        grads.append(
+            structs.ArrayGrad(
+                assembler.add(slope).number, assembler.add(read).number, marshal.slot(total[0]),
+                marshal.data(total), cells, copies,
+            )
+        )  # fmt: skip
+    call.forward.score = marshal.program(assembler)
+    call.n_grads, call.grads = len(grads), marshal.table(structs.ArrayGrad, grads)
+    return totals
+
+
+def _turns(read: Expr, spec: Attention, shape: Shape) -> Turns:
+    """Tasks are a key head of a batch or sequence, and a split of its keys: which of them read cells of their own?"""
+    by = {index.payload for index in read.args if index.op == "var"}
+    keys = bool(by & {"K", "KP"}) or all(splits(part.n_k) == 1 for part, _, _ in shape.sequences(spec.lengths))
+    heads = bool(by & {"H", "HK"}) or shape.heads_k == 1
+    sequences = 1 if spec.lengths is None else len(spec.lengths.q) - 1
+    batches = bool(by & {"B", "QP", "KP"}) if spec.lengths is not None else "B" in by
+    batches = batches or shape.batch * sequences == 1
+    if not keys:
+        return Turns.ALL_IN_TURN
+    return Turns.AT_ONCE if heads and batches else Turns.HEADS_IN_TURN
+
+
+def _finished(total: Array, array: object) -> Array:
+    return arrays.narrow(total.sum(axis=0), arrays.dtype_name(array))

@@ -1,0 +1,370 @@
+// The entry points: which path, what memory, which tasks in which order.
+#include "engine.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "machine.h"
+#include "paths.h"
+#include "pool.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+extern const Path path_portable;
+#if defined(TILEWISE_HAVE_AVX2)
+extern const Path path_avx2;
+#endif
+#if defined(TILEWISE_HAVE_AVX512)
+extern const Path path_avx512;
+#endif
+
+namespace {
+
+// -- instruction sets -------------------------------------------------------------------------------------------------
+
+// Those this processor has, best first.
+std::vector<const Path*> find_paths() {
+    std::vector<const Path*> found;
+#if defined(TILEWISE_HAVE_AVX512)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"))
+        found.push_back(&path_avx512);
+#endif
+#if defined(TILEWISE_HAVE_AVX2)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&path_avx2);
+#endif
+    found.push_back(&path_portable);
+    return found;
+}
+const std::vector<const Path*>& paths() {
+    static const std::vector<const Path*> found = find_paths();
+    return found;
+}
+const Path* chosen = nullptr;
+const Path& path() { return chosen == nullptr ? *paths().front() : *chosen; }
+
+// -- memory -----------------------------------------------------------------------------------------------------------
+
+constexpr size_t WAVE_BYTES = size_t(48) << 20;  // packed keys and values at a time
+constexpr size_t KEPT_BYTES = size_t(64) << 20;  // a block that is kept for the next call: fresh pages are slow
+
+class Block {
+   public:
+    explicit Block(size_t bytes) : bytes_(bytes) {
+        std::lock_guard<std::mutex> lock(mutex());
+        if (spare().bytes >= bytes && spare().memory != nullptr) {
+            memory_ = spare().memory;
+            bytes_ = spare().bytes;
+            spare() = {};
+        } else if ((memory_ = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096)) == nullptr) {
+            throw std::bad_alloc();
+        }
+    }
+    Block(const Block&) = delete;
+    Block& operator=(const Block&) = delete;
+    ~Block() {
+        std::lock_guard<std::mutex> lock(mutex());
+        if (bytes_ <= KEPT_BYTES && bytes_ > spare().bytes) {
+            free(spare().memory);
+            spare() = {memory_, bytes_};
+        } else {
+            free(memory_);
+        }
+    }
+    char* data() const { return static_cast<char*>(memory_); }
+
+   private:
+    struct Spare {
+        void* memory = nullptr;
+        size_t bytes = 0;
+    };
+    static Spare& spare() {
+        static Spare one;
+        return one;
+    }
+    static std::mutex& mutex() {
+        static std::mutex one;
+        return one;
+    }
+    void* memory_ = nullptr;
+    size_t bytes_;
+};
+
+// -- tasks ------------------------------------------------------------------------------------------------------------
+
+// Every (sequence, batch, key head), in order.
+std::vector<Packed> key_heads(const Call& call) {
+    std::vector<Packed> all;
+    for (int s = 0; s < call.n_sequences; s++)
+        for (int64_t b = 0; b < call.batch; b++)
+            for (int64_t hk = 0; hk < call.heads_k; hk++) all.push_back({call.sequences + s, b, hk, nullptr, nullptr});
+    return all;
+}
+
+struct PackTask {
+    const Packed* packed;
+    int64_t begin;
+};
+struct QueryTask {
+    const Packed* packed;
+    int64_t h, tile;
+};
+
+// Packs the keys and values of these heads into `memory`.
+int pack_all(const Call& call, Packed* first, Packed* last, char* memory, Interrupted interrupted) {
+    std::vector<PackTask> tasks;
+    for (Packed* p = first; p < last; p++) {
+        path().lay_out(call, *p, memory);
+        memory += path().packed_bytes(call, p->sequence->n_k);
+        for (int64_t k = 0; k < p->sequence->n_k; k += PACK_ROWS) tasks.push_back({p, k});
+    }
+    return run_tasks(int64_t(tasks.size()), path().pack_scratch(call), interrupted, [&](int64_t i, void* scratch) {
+        const PackTask& task = tasks[size_t(i)];
+        int64_t end = std::min(task.begin + PACK_ROWS, task.packed->sequence->n_k);
+        path().pack(call, *task.packed, task.begin, end, scratch);
+    });
+}
+
+// The last queries of a causal mask have most keys: they come first, so that no long task is left for the end.
+std::vector<QueryTask> query_tasks(const Call& call, const Packed* first, const Packed* last) {
+    std::vector<QueryTask> tasks;
+    int64_t group = call.heads / call.heads_k;
+    for (const Packed* p = first; p < last; p++)
+        for (int64_t tile = (p->sequence->n_q + call.tile_q - 1) / call.tile_q; tile-- > 0;)
+            for (int64_t g = 0; g < group; g++) tasks.push_back({p, p->hk * group + g, tile});
+    return tasks;
+}
+
+// The heads that are packed at the same time: as many as fit, one at least.
+Packed* wave_end(const Call& call, Packed* first, Packed* last, size_t& bytes) {
+    bytes = 0;
+    Packed* end = first;
+    do bytes += path().packed_bytes(call, end++->sequence->n_k);
+    while (end < last && bytes + path().packed_bytes(call, end->sequence->n_k) <= WAVE_BYTES);
+    return end;
+}
+
+int forward(const Call& call, Interrupted interrupted) {
+    std::vector<Packed> all = key_heads(call);
+    size_t scratch = path().forward_scratch(call);
+    for (Packed *first = all.data(), *last = first + all.size(), *end; first < last; first = end) {
+        size_t bytes;
+        end = wave_end(call, first, last, bytes);
+        Block packed(bytes);
+        int status = pack_all(call, first, end, packed.data(), interrupted);
+        if (status != DONE) return status;
+        std::vector<QueryTask> tasks = query_tasks(call, first, end);
+        status = run_tasks(int64_t(tasks.size()), scratch, interrupted, [&](int64_t i, void* room) {
+            const QueryTask& task = tasks[size_t(i)];
+            path().forward(call, *task.packed, task.h, task.tile, room);
+        });
+        if (status != DONE) return status;
+    }
+    return DONE;
+}
+
+// -- one query a head -------------------------------------------------------------------------------------------------
+
+constexpr int64_t DECODE_SPLIT = 2048;  // keys a task; by their number alone, so that bits do not depend on the machine
+
+bool is_decode(const Call& call) {
+    return std::all_of(call.sequences, call.sequences + call.n_sequences, [](const Sequence& s) { return s.n_q <= 1; });
+}
+
+int decode(const Call& call, Interrupted interrupted) {
+    std::vector<Packed> heads = key_heads(call);
+    heads.erase(std::remove_if(heads.begin(), heads.end(), [](const Packed& p) { return p.sequence->n_q == 0; }), heads.end());
+    size_t bytes = path().decode_partial_bytes(call);
+    std::vector<int64_t> first_split(1, 0);  // of each head
+    struct Task {
+        int64_t head, begin;
+    };
+    std::vector<Task> tasks;
+    for (size_t i = 0; i < heads.size(); i++) {
+        int64_t n_k = heads[i].sequence->n_k;
+        for (int64_t k = 0; k == 0 || k < n_k; k += DECODE_SPLIT) tasks.push_back({int64_t(i), k});
+        first_split.push_back(int64_t(tasks.size()));
+    }
+    Block partials(bytes * tasks.size() + 1);
+    int status = run_tasks(int64_t(tasks.size()), path().decode_scratch(call), interrupted, [&](int64_t i, void* room) {
+        const Packed& head = heads[size_t(tasks[size_t(i)].head)];
+        int64_t begin = tasks[size_t(i)].begin, end = std::min(begin + DECODE_SPLIT, head.sequence->n_k);
+        path().decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
+    });
+    if (status != DONE) return status;
+    return run_tasks(int64_t(heads.size()), 0, interrupted, [&](int64_t i, void*) {
+        int64_t first = first_split[size_t(i)];
+        path().decode_merge(call, heads[size_t(i)], first_split[size_t(i) + 1] - first, partials.data() + size_t(first) * bytes);
+    });
+}
+
+// -- backward ---------------------------------------------------------------------------------------------------------
+
+std::vector<PackedBackward> key_heads(const BackwardCall& call) {
+    std::vector<PackedBackward> all;
+    int64_t copy = 0;
+    for (const Packed& head : key_heads(call.forward)) {
+        PackedBackward made{};
+        made.sequence = head.sequence;
+        made.b = head.b;
+        made.hk = head.hk;
+        made.splits = head.sequence->splits;
+        made.first_copy = copy;
+        copy += made.splits;
+        all.push_back(made);
+    }
+    return all;
+}
+
+// Some rows of a head: of its keys (g < 0), or of the queries of one of its query heads.
+struct RowsTask {
+    const PackedBackward* packed;
+    int64_t g, begin, end;
+};
+void add_rows(std::vector<RowsTask>& tasks, const PackedBackward* packed, int64_t g, int64_t n) {
+    for (int64_t i = 0; i < n; i += PACK_ROWS) tasks.push_back({packed, g, i, std::min(i + PACK_ROWS, n)});
+}
+
+int pack_backward(const BackwardCall& call, PackedBackward* first, PackedBackward* last, char* memory, Interrupted interrupted) {
+    std::vector<RowsTask> tasks;
+    for (PackedBackward* p = first; p < last; p++) {
+        memory += path().lay_out_backward(call, *p, memory);
+        add_rows(tasks, p, -1, p->sequence->n_k);
+        for (int64_t g = 0; g < call.forward.heads / call.forward.heads_k; g++) add_rows(tasks, p, g, p->sequence->n_q);
+    }
+    return run_tasks(int64_t(tasks.size()), path().pack_backward_scratch(call), interrupted, [&](int64_t i, void* room) {
+        const RowsTask& t = tasks[size_t(i)];
+        if (t.g < 0) path().pack_backward_keys(call, *t.packed, t.begin, t.end, room);
+        else path().pack_backward_queries(call, *t.packed, t.g, t.begin, t.end, room);
+    });
+}
+
+struct SplitTask {
+    const PackedBackward* packed;
+    int64_t split;
+};
+
+// The tasks of these heads, in groups: the tasks of a group may run at the same time, groups run one after the other.
+std::vector<std::vector<SplitTask>> split_tasks(const BackwardCall& call, const PackedBackward* first, const PackedBackward* last) {
+    std::vector<std::vector<SplitTask>> groups;
+    for (const PackedBackward* p = first; p < last; p++)
+        for (int64_t split = 0; split < p->splits; split++) {
+            bool alone = call.turns == ALL_IN_TURN || (call.turns == HEADS_IN_TURN && split == 0);
+            if (groups.empty() || alone) groups.emplace_back();
+            groups.back().push_back({p, split});
+        }
+    return groups;
+}
+
+int backward_wave(const BackwardCall& call, PackedBackward* first, PackedBackward* last, char* memory, Interrupted interrupted) {
+    int status = pack_backward(call, first, last, memory, interrupted);
+    for (const std::vector<SplitTask>& tasks : split_tasks(call, first, last)) {
+        if (status != DONE) return status;
+        size_t scratch = path().backward_scratch(call);
+        status = run_tasks(int64_t(tasks.size()), scratch, interrupted, [&](int64_t i, void* room) {
+            path().backward(call, *tasks[size_t(i)].packed, tasks[size_t(i)].split, room);
+        });
+    }
+    if (status != DONE) return status;
+    std::vector<RowsTask> tasks;
+    for (const PackedBackward* p = first; p < last; p++)
+        for (int64_t g = 0; g < call.forward.heads / call.forward.heads_k; g++) add_rows(tasks, p, g, p->sequence->n_q);
+    return run_tasks(int64_t(tasks.size()), 0, interrupted, [&](int64_t i, void*) {
+        const RowsTask& t = tasks[size_t(i)];
+        path().sum_splits(call, *t.packed, t.g, t.begin, t.end);
+    });
+}
+
+int backward(const BackwardCall& call, Interrupted interrupted) {
+    std::vector<PackedBackward> all = key_heads(call);
+    for (PackedBackward *first = all.data(), *last = first + all.size(), *end; first < last; first = end) {
+        size_t bytes = 0, next;
+        int64_t tasks = 0;
+        for (end = first; end < last; end++) {  // as many heads as fit, and enough to keep all threads busy
+            next = path().lay_out_backward(call, *end, nullptr);
+            if (end > first && bytes + next > WAVE_BYTES && tasks >= 2 * threads()) break;
+            bytes += next;
+            tasks += end->splits;
+        }
+        Block memory(bytes);
+        int status = backward_wave(call, first, end, memory.data(), interrupted);
+        if (status != DONE) return status;
+    }
+    return DONE;
+}
+
+// -- Python -----------------------------------------------------------------------------------------------------------
+
+// The interpreter's own functions, which the library is given when it is loaded: so it needs no Python to be built, and
+// one library serves every version.
+struct Python {
+    void* (*save_thread)();
+    void (*restore_thread)(void*);
+    int (*check_signals)();
+} python;
+thread_local void* saved_thread = nullptr;
+
+bool signalled() {
+    python.restore_thread(saved_thread);
+    bool raised = python.check_signals() != 0;
+    saved_thread = python.save_thread();
+    return raised;
+}
+
+// Runs without the interpreter's lock. An interrupt (Ctrl-C) is left as Python's current exception.
+template <class F> int without_lock(F call) {
+    void* outer = saved_thread;
+    saved_thread = python.save_thread();
+    int status;
+    try {
+        status = call(signalled);
+    } catch (const std::bad_alloc&) {
+        status = NO_MEMORY;
+    }
+    python.restore_thread(saved_thread);
+    saved_thread = outer;
+    return status;
+}
+
+}  // namespace
+
+API void tilewise_set_python(void* (*save_thread)(), void (*restore_thread)(void*), int (*check_signals)()) {
+    python = {save_thread, restore_thread, check_signals};
+}
+API int tilewise_forward(const Call* call) {
+    return without_lock([&](Interrupted interrupted) { return is_decode(*call) ? decode(*call, interrupted) : forward(*call, interrupted); });
+}
+API int tilewise_backward(const BackwardCall* call) {
+    return without_lock([&](Interrupted interrupted) { return backward(*call, interrupted); });
+}
+API void tilewise_set_threads(int n) { set_threads(n); }
+API int tilewise_threads() { return threads(); }
+// The i-th path that this machine can run; the one in use for -1; null beyond the last.
+API const char* tilewise_isa(int i) {
+    if (i < 0) return path().name;
+    return i < int(paths().size()) ? paths()[size_t(i)]->name : nullptr;
+}
+API int tilewise_use_isa(const char* name) {
+    for (const Path* p : paths())
+        if (strcmp(p->name, name) == 0) {
+            chosen = p;
+            return 1;
+        }
+    return 0;
+}
+API double tilewise_peak_flops(int is_double) {
+    double rate = 0;
+    without_lock([&](Interrupted) { return rate = peak_flops(path(), is_double != 0), DONE; });
+    return rate;
+}
+API double tilewise_read_rate() {
+    double rate = 0;
+    without_lock([&](Interrupted) { return rate = read_rate(path()), DONE; });
+    return rate;
+}

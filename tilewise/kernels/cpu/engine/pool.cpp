@@ -1,0 +1,161 @@
+#include "pool.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <list>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+#include "engine.h"
+
+namespace {
+
+// Memory that a thread keeps from task to task and from call to call.
+class Kept {
+   public:
+    ~Kept() { free(memory_); }
+    void* at_least(size_t bytes) {
+        if (bytes > size_) {
+            free(memory_);
+            size_ = 0;
+            memory_ = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+            if (memory_ != nullptr) size_ = bytes;
+        }
+        return memory_;
+    }
+
+   private:
+    void* memory_ = nullptr;
+    size_t size_ = 0;
+};
+thread_local Kept kept;
+
+// One caller's tasks. It lives on the caller's stack, so the caller leaves last.
+struct Job {
+    const std::function<void(int64_t, void*)>& task;
+    int64_t n;
+    size_t scratch_bytes;
+    std::atomic<int64_t> next{0};
+    std::atomic<int> status{DONE};
+    int helpers = 0;  // threads of the pool inside; guarded by the pool's mutex
+
+    void stop(int why) {
+        status = why;
+        next = n;
+    }
+    // Takes tasks until there are none; `between` is asked after each and stops the job.
+    template <class Between> void work(Between between) {
+        void* scratch = kept.at_least(std::max<size_t>(scratch_bytes, 1));
+        if (scratch == nullptr) return stop(NO_MEMORY);
+        for (int64_t i; (i = next.fetch_add(1)) < n;) {
+            try {
+                task(i, scratch);
+            } catch (const std::bad_alloc&) {
+                return stop(NO_MEMORY);
+            }
+            if (between()) return stop(INTERRUPTED);
+        }
+    }
+};
+
+class Pool {
+   public:
+    void run(Job& job, int wanted, Interrupted interrupted) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            start(wanted);
+            open_.push_back({&job, wanted});
+        }
+        wake_.notify_all();
+        auto asked = std::chrono::steady_clock::now();
+        job.work([&] {
+            auto now = std::chrono::steady_clock::now();
+            if (interrupted == nullptr || now - asked < std::chrono::milliseconds(20)) return false;
+            asked = now;
+            return interrupted();
+        });
+        std::unique_lock<std::mutex> lock(mutex_);
+        open_.remove_if([&](const Open& open) { return open.job == &job; });
+        left_.wait(lock, [&] { return job.helpers == 0; });
+    }
+
+   private:
+    struct Open {
+        Job* job;
+        int helpers_wanted;
+    };
+
+    void start(int wanted) {
+        for (; size_ < wanted; size_++) {
+            try {
+                std::thread(&Pool::serve, this).detach();
+            } catch (const std::system_error&) {
+                return;  // fewer threads do the same work
+            }
+        }
+    }
+
+    void serve() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            auto found = std::find_if(open_.begin(), open_.end(), [](const Open& open) {
+                return open.job->helpers < open.helpers_wanted && open.job->next < open.job->n;
+            });
+            if (found == open_.end()) {
+                wake_.wait(lock);
+                continue;
+            }
+            Job* job = found->job;
+            job->helpers++;
+            lock.unlock();
+            job->work([] { return false; });
+            lock.lock();
+            if (--job->helpers == 0) left_.notify_all();
+        }
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wake_, left_;
+    std::list<Open> open_;
+    int size_ = 0;
+};
+
+std::atomic<int> thread_count{1};
+std::atomic<Pool*> current{nullptr};
+
+// The child of a fork has none of the threads, and the mutex may have been held: it begins anew. The old pool is left
+// as it is; its memory is the parent's. Never destroyed either, so that exiting does not wait for sleeping threads.
+Pool& pool() {
+    static const int once = pthread_atfork(nullptr, nullptr, [] { current = nullptr; });
+    (void)once;
+    Pool* found = current;
+    if (found == nullptr) {
+        Pool* made = new Pool;
+        if (current.compare_exchange_strong(found, made)) return *made;
+        delete made;
+    }
+    return *found;
+}
+
+}  // namespace
+
+void set_threads(int n) { thread_count = n; }
+int threads() { return thread_count; }
+
+int run_tasks(int64_t n, size_t scratch_bytes, Interrupted interrupted, const std::function<void(int64_t, void*)>& task) {
+    Job job{task, n, scratch_bytes};
+    int helpers = int(std::min<int64_t>(threads(), n)) - 1;
+    try {
+        pool().run(job, std::max(helpers, 0), interrupted);
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+    return job.status;
+}

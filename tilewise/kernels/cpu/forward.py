@@ -1,0 +1,29 @@
+"""The forward pass: engine/forward.h on every tile of queries."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.kernels.cpu import library
+from tilewise.kernels.cpu.marshal import Marshal
+from tilewise.kernels.cpu.ops import Assembler
+from tilewise.spec import Attention, Partial, Shape, Tile
+
+
+def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile) -> Partial:
+    """Attention on (batch, heads, n, d) arrays."""
+    shape = Shape.of(spec, q, k, v)
+    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), order="C")
+    lse = np.empty(q.shape[:3], arrays.compute_dtype(shape.dtype))
+    marshal = Marshal(spec, shape, tile)
+    call = marshal.forward(q, k, v, out, lse)
+    if spec.score is not None:
+        assembler = Assembler()
+        call.score_at = assembler.add(spec.score).number
+        call.score = marshal.program(assembler)
+    library.call("tilewise_forward", ctypes.byref(call))
+    return Partial(out, lse)

@@ -1,0 +1,125 @@
+"""The native library: found beside this file, loaded when first asked for. It knows nothing of Python's versions."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+NAME = "libtilewise.dylib" if sys.platform == "darwin" else "libtilewise.so"
+_DONE, _NO_MEMORY = 0, 1
+
+
+def path() -> Path:
+    """Where the library is; the variable TILEWISE_LIBRARY names another build of it."""
+    return Path(os.environ.get("TILEWISE_LIBRARY") or Path(__file__).with_name(NAME))
+
+
+def unavailable() -> str | None:
+    """Why the library cannot be used here and what to do, or None."""
+    if not path().exists():
+        return "its library was not built; install a C++17 compiler (g++ or clang++) and install Tilewise again"
+    try:
+        _library()
+    except (OSError, AttributeError) as error:
+        return f"its library does not load ({error}); install Tilewise again"
+    return None
+
+
+@cache
+def _library() -> Any:
+    # PyDLL: an exception that the engine leaves (Ctrl-C) is raised. The engine lets go of the interpreter itself.
+    library = ctypes.PyDLL(str(path()))
+    library.tilewise_isa.restype = ctypes.c_char_p
+    library.tilewise_peak_flops.restype = library.tilewise_read_rate.restype = ctypes.c_double
+
+    api = ctypes.pythonapi
+    library.tilewise_set_python(api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_CheckSignals)
+    library.tilewise_set_threads(_default_threads())
+    wanted = os.environ.get("TILEWISE_CPU_ISA")
+    if wanted and not library.tilewise_use_isa(wanted.encode()):
+        raise OSError(f"TILEWISE_CPU_ISA={wanted}: this machine runs {', '.join(_isas(library))}")
+    return library
+
+
+def call(name: str, *args: Any) -> None:
+    """Run one of the engine's long functions."""
+    status = getattr(_library(), name)(*args)
+    if status == _NO_MEMORY:
+        raise MemoryError("the cpu kernel could not get the memory it works in")
+    if status != _DONE:
+        raise KeyboardInterrupt  # a handler of the signal that raised nothing itself
+
+
+# -- instruction sets -------------------------------------------------------------------------------------------------
+
+
+def _isas(library: Any) -> list[str]:
+    names: list[str] = []
+    while (name := library.tilewise_isa(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
+
+def isas() -> list[str]:
+    """The instruction-set paths that this machine can run, best first."""
+    return _isas(_library())
+
+
+def isa() -> str:
+    """The path in use."""
+    name: bytes = _library().tilewise_isa(-1)
+    return name.decode()
+
+
+def use_isa(name: str) -> None:
+    """Take another path than the best one, to test or compare it."""
+    if not _library().tilewise_use_isa(name.encode()):
+        raise ValueError(f"name: this machine runs {', '.join(isas())}, got {name!r}")
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+def set_num_threads(n: int) -> None:
+    """How many threads the native CPU engine works with, the caller's included. The results do not depend on it."""
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise TypeError(f"n: expected a whole number of threads, got {n!r}")
+    if n < 1:
+        raise ValueError(f"n: expected at least one thread, got {n}")
+    _usable().tilewise_set_threads(n)
+
+
+def get_num_threads() -> int:
+    """How many threads the native CPU engine works with."""
+    return int(_usable().tilewise_threads())
+
+
+def _usable() -> Any:
+    reason = unavailable()
+    if reason is not None:
+        raise RuntimeError(f"the native CPU engine is not here: {reason}")
+    return _library()
+
+
+def _default_threads() -> int:
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if told.isdigit() and int(told) > 0:
+        return int(told)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# -- the machine's limits ---------------------------------------------------------------------------------------------
+
+
+def peak_flops(dtype: str = "float32") -> float:
+    """Measured: multiplications and additions a second, by fused operations on registers in all threads."""
+    return float(_usable().tilewise_peak_flops(int(dtype == "float64")))
+
+
+def read_rate() -> float:
+    """Measured: bytes a second that all threads together read from main memory."""
+    return float(_usable().tilewise_read_rate())

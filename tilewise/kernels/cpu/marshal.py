@@ -1,0 +1,86 @@
+"""A call as the engine takes it: pointers, strides, programs, plans. What they point into is kept beside them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.kernels.cpu import structs
+from tilewise.kernels.cpu.ops import Assembler
+from tilewise.schedule import Runs as PlanRuns
+from tilewise.schedule import plan
+from tilewise.spec import Attention, Shape, Tile
+
+_SPLIT_KEYS, _MOST_SPLITS = 512, 8
+
+
+def splits(n_k: int) -> int:
+    """Into how many tasks a head's keys are split; by their number alone, so that bits do not depend on the machine."""
+    return max(1, min(_MOST_SPLITS, n_k // _SPLIT_KEYS))
+
+
+class Marshal:
+    """Builds the structures of one call, and keeps alive what they point to."""
+
+    def __init__(self, spec: Attention, shape: Shape, tile: Tile) -> None:
+        self.spec, self.shape, self.tile = spec, shape, tile
+        self._kept: list[Any] = []
+
+    def forward(self, q: Array, k: Array, v: Array, out: Array, lse: Array, backward: bool = False) -> structs.Call:
+        spec, shape = self.spec, self.shape
+        call = structs.Call(
+            type=structs.TYPES.index(shape.dtype), batch=shape.batch, heads=shape.heads, heads_k=shape.heads_k,
+            d=shape.d, d_v=shape.d_v, tile_q=self.tile.q, tile_k=self.tile.k, scale=spec.scale,
+            q=self.array(q), k=self.array(k), v=self.array(v), out=self.array(out), lse=self.array(lse),
+        )  # fmt: skip
+        sequences = [self._sequence(*part, backward) for part in shape.sequences(spec.lengths)]
+        call.n_sequences = len(sequences)
+        call.sequences = self.table(structs.Sequence, sequences)
+        if spec.mask is not None:
+            assembler = Assembler()
+            call.mask_at = assembler.add(spec.mask).number
+            call.mask = self.program(assembler)
+        if spec.sinks is not None:
+            call.sinks = self.data(arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype))
+        return call
+
+    def array(self, x: Array) -> structs.Array:
+        """(batch, heads, n, d) or (batch, heads, n) numbers."""
+        batch, head, row = (step // x.itemsize for step in x.strides[:3])
+        return structs.Array(self.data(x), batch, head, row)
+
+    def program(self, assembler: Assembler) -> structs.Program:
+        slots = [self.slot(arrays.as_numpy(slot.array)) for slot in assembler.slots]
+        code = self.table(structs.Instruction, assembler.code)
+        return structs.Program(code, len(assembler.code), self.table(structs.Slot, slots))
+
+    def slot(self, x: Array) -> structs.Slot:
+        slot = structs.Slot(self.data(x), structs.TYPES.index(arrays.dtype_name(x)), x.ndim)
+        slot.size[: x.ndim] = x.shape
+        slot.stride[: x.ndim] = [step // x.itemsize for step in x.strides]
+        return slot
+
+    def _sequence(self, part: Shape, rows: slice, cols: slice, backward: bool) -> structs.Sequence:
+        schedule = plan(self.spec, part, self.tile)
+        order = {"by_key": schedule.by_key} if backward else {"by_query": schedule.by_query}
+        return structs.Sequence(
+            rows.start or 0, cols.start or 0, part.n_q, part.n_k, part.first_batch, part.origin_q, part.origin_k,
+            part.total_q, part.total_k, part.packed_q, part.packed_k, splits(part.n_k),
+            **{name: self._runs(runs) for name, runs in order.items()},
+        )  # fmt: skip
+
+    def _runs(self, runs: PlanRuns) -> structs.Runs:
+        steps = zip(runs.offsets.strides, runs.offsets.shape, strict=True)
+        batch, head, _ = (step // runs.offsets.itemsize if size > 1 else 0 for step, size in steps)
+        return structs.Runs(self.data(runs.table), self.data(runs.offsets), batch, head)
+
+    def table(self, kind: Any, items: list[Any]) -> int:
+        table = (kind * len(items))(*items)
+        self._kept.append(table)
+        return ctypes.addressof(table)
+
+    def data(self, x: Array) -> int:
+        self._kept.append(x)
+        return int(x.ctypes.data)
