@@ -199,6 +199,19 @@ def test_without_the_library_limits_are_unknown(monkeypatch: pytest.MonkeyPatch)
     assert roofline.fractions(record, roofline.UNKNOWN) == {"fraction": None, "read_fraction": None}
 
 
+@pytest.mark.parametrize(
+    ("variable", "why"), [("FAKE_UNAVAILABLE", "not built"), ("FAKE_BROKEN", "failed: AssertionError: no clock")]
+)
+def test_a_library_that_cannot_measure_says_why(variable: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
+    monkeypatch.setenv(variable, "not built")
+    assert roofline.measured(1) == roofline.Roof(unmeasured=why)
+    results = run.results(made_up("decode")["records"], {"section": "decode"}, {}, roofline.measured(1))
+    assert results["records"][0]["read_fraction"] is None and f"not measured: {why}" in report.summary(
+        {"decode": results}
+    )
+
+
 def test_limits_are_measured_with_the_contestants_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
     roof = roofline.measured(3)

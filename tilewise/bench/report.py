@@ -84,12 +84,8 @@ def _columns(check: Check) -> tuple[str, ...]:
 
 def _conditions(results: Results) -> str:
     m = results["machine"]
-    roof = [
-        text
-        for value, text in (
-            (m["peak_gflops"], f"measured peak {m['peak_gflops'] or 0:.0f} GFLOP/s of float32"),
-            (m["read_gbs"], f"measured read rate {m['read_gbs'] or 0:.1f} GB/s"),
-        )
-        if value
-    ]
-    return " · ".join([machine.one_line(m), *roof])
+    if m["unmeasured"]:
+        limits = f"peak and read rate not measured: {m['unmeasured']}"
+    else:
+        limits = f"measured peak {m['peak_gflops']:.0f} GFLOP/s of float32, read rate {m['read_gbs']:.1f} GB/s"
+    return f"{machine.one_line(m)} · {limits}"

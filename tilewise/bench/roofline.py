@@ -8,6 +8,7 @@ from typing import Any
 
 from tilewise.bench import machine
 from tilewise.bench.process import Child
+from tilewise.bench.refusal import RefusedError, public
 
 LIBRARY = "tilewise.kernels.cpu.library"
 _TIMEOUT = 120.0
@@ -15,13 +16,14 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Roof:
-    """Both with all threads; None where the native library is not there to measure it."""
+    """Both with all threads; None where they could not be measured, and why."""
 
     peak_gflops: float | None = None  # float32 multiplications and additions, fused
     read_gbs: float | None = None  # main memory
+    unmeasured: str | None = None
 
 
-UNKNOWN = Roof()
+UNKNOWN = Roof(unmeasured="the native library is not here")
 
 
 class Meter:
@@ -39,10 +41,14 @@ def measured(threads: int | None) -> Roof:
         library: Any = import_module(LIBRARY)
     except ModuleNotFoundError:
         return UNKNOWN
-    if library.unavailable() is not None:
-        return UNKNOWN
+    reason = library.unavailable()
+    if reason is not None:
+        return Roof(unmeasured=public(reason))
     with Child("tilewise.bench.roofline:Meter", LIBRARY, env=machine.thread_variables(threads)) as child:
-        flops, read = child.ask("rates", timeout=_TIMEOUT)
+        try:
+            flops, read = child.ask("rates", timeout=_TIMEOUT)
+        except RefusedError as error:  # the benchmark can do without
+            return Roof(unmeasured=public(f"{error.status}: {error.reason}"))
     return Roof(flops / 1e9, read / 1e9)
 
 
