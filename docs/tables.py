@@ -1,96 +1,195 @@
-"""Writes the measured tables of README.md and docs/performance.md from results/*.json: python docs/tables.py
+"""Writes the measured tables of README.md and docs/performance.md from results/: python docs/tables.py
 
 A table stands between the lines `<!-- NAME -->` and `<!-- end -->`; a test checks that what stands there is what this
-makes, so that no page can quote a number that was not measured.
+makes, so that no page can quote a number that was not measured. What was not measured is said to be so.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from tilewise.bench import report, suite, targets
+
 ROOT = Path(__file__).parent.parent
-CONTESTANTS = ("tilewise numpy", "torch sdpa", "torch naive", "numpy naive")
+RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
 
-
-def speed(file: str, columns: tuple[str, ...], d: int | None = None) -> str:
-    """Milliseconds of each contestant, and our ratio to the best peer; all head dimensions, or one."""
-    found = {key: cell for key, cell in _records(file).items() if d in (None, key[2])}
-    lines = ["| variant | n | d | " + " | ".join(columns) + " | to the best peer |", "|---" * (4 + len(columns)) + "|"]
-    for (variant, n, d), cell in found.items():
-        times = [_time(cell.get(name)) for name in columns]
-        ratio = cell[columns[0]]["ratio"]
-        lines.append(f"| {variant} | {n} | {d} | " + " | ".join(times) + f" | {_ratio(ratio)} |")
-    return "\n".join([*lines, "", _machine(file)])
+Record = dict[str, Any]
+Results = dict[str, Any]
 
 
-def memory(file: str, columns: tuple[str, ...], d: int) -> str:
-    """Extra megabytes of each contestant, and what the full matrices would take."""
-    cells = {key: cell for key, cell in _records(file).items() if key[0] == "causal" and key[2] == d}
-    lines = ["| n | " + " | ".join(columns) + " | the n x n scores |", "|---" * (2 + len(columns)) + "|"]
-    for (_, n, _), cell in cells.items():
-        heads = cell[columns[0]]["heads"]
-        extra = [_megabytes(cell.get(name)) for name in columns]
-        lines.append(f"| {n} | " + " | ".join(extra) + f" | {heads * n * n * 4 / 2**20:,.0f} |")
-    return "\n".join([*lines, "", "MiB beyond the inputs, the output included."])
+def fill(page: Path, results: Path = RESULTS) -> str:
+    """The page with its tables made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        return f"<!-- {match[1]} -->\n{MAKERS[match[1]](results, page)}\n<!-- end -->"
+
+    return re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- end -->", made, page.read_text(), flags=re.DOTALL)
 
 
-TABLES = {
-    "short": lambda: speed("cpu-forward.json", CONTESTANTS, d=64),
-    "forward": lambda: speed("cpu-forward.json", CONTESTANTS),
-    "training": lambda: speed("cpu-training.json", CONTESTANTS),
-    "memory": lambda: memory("cpu-forward.json", CONTESTANTS, 64),
+# -- the CPU suite ----------------------------------------------------------------------------------------------------
+
+
+def target_table(results: Path, page: Path) -> str:
+    """Every number beside its target, of the sections that were measured."""
+    found = _sections(results)
+    if not found:
+        return _unmeasured("")
+    head = ("", "measured", "target", "")
+    rows = [(c.what, c.shown, c.target, {True: "✓", False: "✗", None: ""}[c.met]) for c in targets.checks(found)]
+    about = f"Ratios are {suite.PEER}'s time over ours. {_conditions(next(iter(found.values())))}"
+    return f"{_table(head, rows)}\n\n{about}"
+
+
+def section_table(name: str) -> Callable[[Path, Path], str]:
+    def made(results: Path, page: Path) -> str:
+        found = _sections(results).get(name)
+        if found is None:
+            return _unmeasured(name)
+        head, rows = _COLUMNS[name]
+        by_cell = report.cells(found)
+        lines = [rows(_ours(cell), cell) for cell in by_cell if _ours(cell)]
+        return f"{_table(head, lines)}\n\nFrom `results/cpu/{name}.json`. {_conditions(found)}"
+
+    return made
+
+
+def picture(name: str, about: str) -> Callable[[Path, Path], str]:
+    def made(results: Path, page: Path) -> str:
+        path = results / "cpu" / f"{name}.png"
+        return f"![{about}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
+
+    return made
+
+
+def _grid(r: Record, cell: list[Record]) -> tuple[str, ...]:
+    speeds = (_number(r["gflops"]), _percent(r["fraction"]))
+    return r["dtype"], r["variant"], str(r["n_k"]), str(r["d"]), *_both(r, cell), *speeds
+
+
+def _decode(r: Record, cell: list[Record]) -> tuple[str, ...]:
+    speeds = (_number(r["read_gbs"]), _percent(r["read_fraction"]))
+    return r["dtype"], str(r["n_k"]), f"{r['heads']} / {r['heads_k']}", *_both(r, cell), *speeds
+
+
+def _window(r: Record, cell: list[Record]) -> tuple[str, ...]:
+    each = None if r["median_ms"] is None else 1e6 * r["median_ms"] / (r["n_q"] * targets.WINDOW)
+    return str(r["n_k"]), *_both(r, cell), _number(each)
+
+
+def _memory(r: Record, cell: list[Record]) -> tuple[str, ...]:
+    theirs = _peer(cell)
+    share = None if r["extra_bytes"] is None else r["extra_bytes"] / r["matrix_bytes"]
+    return str(r["n_k"]), _mebibytes(r), _mebibytes(theirs), f"{r['matrix_bytes'] / 2**20:,.0f}", _percent(share)
+
+
+def _both(r: Record, cell: list[Record]) -> tuple[str, str, str]:
+    return _time(r), _time(_peer(cell)), _ratio(r["ratio"])
+
+
+_TIMES = ("ours, ms", f"{suite.PEER}, ms", "ratio")
+_GRID = (("type", "variant", "n", "d", *_TIMES, "GFLOP/s", "of the peak"), _grid)
+_COLUMNS = {
+    "forward": _GRID,
+    "half": _GRID,
+    "training": _GRID,
+    "decode": (("type", "keys", "heads / of keys", *_TIMES, "GB/s", "of the read rate"), _decode),
+    "window": (("n", *_TIMES, "ns for each query and key"), _window),
+    "memory": (("n", "ours, MiB", f"{suite.PEER}, MiB", "the n x n scores, MiB", "ours of those"), _memory),
 }
 
 
-def fill(page: str) -> str:
-    """The page with its tables made anew."""
-
-    def table(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"
-
-    return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, page, flags=re.DOTALL)
+def _sections(results: Path) -> dict[str, Results]:
+    paths = {name: results / "cpu" / f"{name}.json" for name in suite.SECTIONS}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
-def _results(file: str) -> dict[str, Any]:
-    return dict(json.loads((ROOT / "results" / file).read_text()))
+def _ours(cell: list[Record]) -> Record | None:
+    return next((r for r in cell if r["ours"]), None)
 
 
-def _records(file: str) -> dict[tuple[str, int, int], dict[str, dict[str, Any]]]:
-    cells: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
-    results = _results(file)
-    for r in results["records"]:
-        if (r["pass"] == "forward+backward") == results["options"]["backward"]:
-            cells.setdefault((r["variant"], r["n"], r["d"]), {})[r["contestant"]] = r
-    order = results["options"]["variants"]
-    return dict(sorted(cells.items(), key=lambda cell: (order.index(cell[0][0]), cell[0][2], cell[0][1])))
+def _peer(cell: list[Record]) -> Record | None:
+    return next((r for r in cell if r["contestant"] == suite.PEER), None)
 
 
-def _machine(file: str) -> str:
-    results = _results(file)
-    m, o = results["machine"], results["options"]
-    return (
-        f"Median milliseconds, {o['heads']} heads, batch {o['batch']}, {', '.join(o['dtype'])}; "
-        f"{m['cores']} cores of an {m['cpu']}, NumPy {m['numpy']}, PyTorch {m['torch']} with {m['torch_threads']} "
-        f"threads, {results['date'][:10]}. From `results/{file}`."
-    )
+def _unmeasured(name: str) -> str:
+    return f"Not measured yet: `{' '.join(f'tilewise bench --cpu {name}'.split())} --json results/cpu` does it."
 
 
-def _time(r: dict[str, Any] | None) -> str:
-    return "-" if r is None or r["median_ms"] is None else f"{r['median_ms']:.0f}"
+def _conditions(results: Results) -> str:
+    m = results["machine"]
+    limits = [
+        f"measured {what} {value:,.0f} {unit}"
+        for what, value, unit in (("peak", m["peak_gflops"], "GFLOP/s"), ("read rate", m["read_gbs"], "GB/s"))
+        if value is not None
+    ]
+    where = f"{m['cores']} cores of an {m['cpu']}, {m['torch_threads']} threads, PyTorch {m['torch']}"
+    return ", ".join([where, *limits, results["date"][:10]]) + "."
+
+
+# -- the NumPy kernel -------------------------------------------------------------------------------------------------
+
+_NUMPY_COLUMNS = ("tilewise numpy", "torch sdpa", "torch naive", "numpy naive")
+
+
+def numpy_table(results: Path, page: Path) -> str:
+    """Milliseconds of each contestant, and our ratio to the best peer."""
+    found = json.loads((results / "numpy.json").read_text())
+    rows = []
+    for cell in report.cells(found):
+        by_name = {r["contestant"]: r for r in cell}
+        r = by_name[_NUMPY_COLUMNS[0]]
+        if r["d"] == 64:
+            times = [_time(by_name.get(name)) for name in _NUMPY_COLUMNS]
+            rows.append((r["variant"], str(r["n_k"]), *times, _ratio(r["ratio"])))
+    about = f"Median milliseconds, d = 64, float32. From `results/numpy.json`. {_conditions(found)}"
+    return f"{_table(('variant', 'n', *_NUMPY_COLUMNS, 'to the best peer'), rows)}\n\n{about}"
+
+
+# -- cells of tables --------------------------------------------------------------------------------------------------
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
+
+
+def _time(r: Record | None) -> str:
+    return "-" if r is None or r["status"] != "ok" else _number(r["median_ms"])
+
+
+def _number(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}" if value < 0.1 else f"{value:.0%}"
 
 
 def _ratio(ratio: float | None) -> str:
     return "no peer ran" if ratio is None else f"{ratio:.2f}x"
 
 
-def _megabytes(r: dict[str, Any] | None) -> str:
-    return "-" if r is None or r["extra_bytes"] is None else f"{r['extra_bytes'] / 2**20:,.0f}"
+def _mebibytes(r: Record | None) -> str:
+    return "-" if r is None or r["extra_bytes"] is None else f"{r['extra_bytes'] / 2**20:,.1f}"
 
+
+MAKERS: dict[str, Callable[[Path, Path], str]] = {
+    "cpu-targets": target_table,
+    **{f"cpu-{name}": section_table(name) for name in suite.SECTIONS},
+    "cpu-forward-picture": picture("forward", "Forward: GFLOP/s beside the peak"),
+    "cpu-decode-picture": picture("decode", "Decoding: GB/s beside the read rate"),
+    "cpu-scaling-picture": picture("scaling", "Window and memory against n"),
+    "numpy": numpy_table,
+}
 
 if __name__ == "__main__":
     for path in PAGES:
-        path.write_text(fill(path.read_text()))
+        path.write_text(fill(path))

@@ -43,7 +43,7 @@ def test_demo_of_one_kernel(capsys: pytest.CaptureFixture[str], short_demo: None
     assert _run(capsys, "demo", "--kernel", "numpy")[0] == 0
     code, _, err = _run(capsys, "demo", "--kernel", "abacus")
     assert code == 2
-    assert "--kernel: expected one of numpy" in err
+    assert "--kernel: expected one of cpu, numpy" in err
 
 
 def test_demo_shows_a_wrong_kernel(

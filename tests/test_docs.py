@@ -36,7 +36,7 @@ def test_tables_quote_the_results() -> None:
     for page in tables["PAGES"]:
         text = page.read_text()
         assert text.count("<!-- end -->") > 0
-        assert tables["fill"](text) == text, f"{page.name}: run python docs/tables.py"
+        assert tables["fill"](page) == text, f"{page.name}: run python docs/tables.py"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -5,6 +5,7 @@ from tilewise.api import attention, attention_varlen, attention_vjp, explain, we
 from tilewise.dispatch import Unsupported
 from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Q, S, exp, load, log, maximum, minimum, tanh, where
 from tilewise.flex import from_mask_mod, from_score_mod
+from tilewise.kernels.cpu.library import get_num_threads, set_num_threads
 from tilewise.merging import merge
 from tilewise.picture import picture
 from tilewise.spec import Grads, Partial, Tile
@@ -42,6 +43,7 @@ __all__ = [
     "explain",
     "from_mask_mod",
     "from_score_mod",
+    "get_num_threads",
     "load",
     "log",
     "maximum",
@@ -51,6 +53,7 @@ __all__ = [
     "picture",
     "prefix",
     "relative",
+    "set_num_threads",
     "softcap",
     "t5",
     "tanh",

@@ -6,6 +6,7 @@ NumPy has no bfloat16. Here it is a one-field structured dtype over the same 16 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,12 @@ def is_array(x: Any) -> bool:
 
 def dtype_name(x: Any) -> str:
     """'float32', 'bfloat16', 'bool' ... whichever library the array comes from."""
-    if is_torch(x):
-        return str(x.dtype).removeprefix("torch.")
-    return "bfloat16" if x.dtype == BFLOAT16 else str(x.dtype)
+    return _dtype_name(x.dtype)
+
+
+@cache
+def _dtype_name(dtype: Any) -> str:
+    return "bfloat16" if isinstance(dtype, np.dtype) and dtype == BFLOAT16 else str(dtype).removeprefix("torch.")
 
 
 def device_name(x: Any) -> str:

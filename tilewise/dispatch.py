@@ -71,7 +71,11 @@ def kernel(name: str) -> Kernel:
 
 def reasons(spec: Attention, shape: Shape) -> dict[str, str | None]:
     """For each kernel system in order: why it cannot compute this call, or None if it can."""
-    return {name: kernel(name).unavailable() or kernel(name).unsupported(spec, shape) for name in NAMES}
+    return {name: _reason(name, spec, shape) for name in NAMES}
+
+
+def _reason(name: str, spec: Attention, shape: Shape) -> str | None:
+    return kernel(name).unavailable() or kernel(name).unsupported(spec, shape)
 
 
 def check_name(name: Any) -> None:
@@ -85,14 +89,12 @@ def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:
     """The first system that supports the call, or the one named; a named one is never swapped for another."""
     check_name(name)
     if name != "auto":
-        chosen = kernel(name)
-        reason = chosen.unavailable() or chosen.unsupported(spec, shape)
+        reason = _reason(name, spec, shape)
         if reason is not None:
             raise Unsupported(f"kernel {name!r} cannot compute this call: {reason}")
-        return chosen
-    refusals = reasons(spec, shape)
-    for candidate, reason in refusals.items():
-        if reason is None:
+        return kernel(name)
+    for candidate in NAMES:
+        if _reason(candidate, spec, shape) is None:
             return kernel(candidate)
-    told = "".join(f"\n  {candidate}: {reason}" for candidate, reason in refusals.items())
+    told = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons(spec, shape).items())
     raise Unsupported(f"no kernel system can compute this call:{told}")

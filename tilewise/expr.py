@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -52,13 +52,14 @@ class Loaded:
 class Expr:
     """One node: an operation, its arguments, and the type of its value (bool, int or float)."""
 
-    __slots__ = ("__weakref__", "args", "kind", "op", "payload")
+    __slots__ = ("__weakref__", "args", "kind", "memo", "op", "payload")
     __hash__ = object.__hash__
 
     op: str
     args: tuple[Expr, ...]
     kind: str
     payload: Any  # a constant's value, a variable's name, a load's Loaded
+    memo: dict[Any, Any]  # what was found out about it, never anything that holds the node itself
 
     def __init__(self) -> None:
         raise TypeError("expressions are built from tw.Q, tw.K, tw.S ... with operators, not by calling Expr")
@@ -232,10 +233,23 @@ class Expr:
     @property
     def key(self) -> str:
         """Canonical text, each loaded array replaced by a slot (dtype, rank): what compiled kernels are kept by."""
-        slots = "; ".join(
-            f"a{i}: {arrays.dtype_name(x.array)}[{len(x.array.shape)}]" for i, x in enumerate(loads(self))
-        )
-        return f"{self!r}; {slots}" if slots else repr(self)
+        return remembered(self, "key", _key)
+
+
+def _key(expr: Expr) -> str:
+    slots = "; ".join(f"a{i}: {arrays.dtype_name(x.array)}[{len(x.array.shape)}]" for i, x in enumerate(loads(expr)))
+    return f"{expr!r}; {slots}" if slots else repr(expr)
+
+
+T = TypeVar("T")
+
+
+def remembered(expr: Expr, what: Any, find: Callable[[Expr], T]) -> T:
+    """find(expr), found once: a node never changes. The result must not hold the node, or it would never be freed."""
+    if what not in expr.memo:
+        expr.memo[what] = find(expr)
+    found: T = expr.memo[what]
+    return found
 
 
 # -- building nodes ---------------------------------------------------------------------------------------------------
@@ -251,7 +265,7 @@ def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None) -> Ex
         node = _interned.get(key)
         if node is None:
             node = object.__new__(Expr)
-            node.op, node.args, node.kind, node.payload = op, args, kind, payload
+            node.op, node.args, node.kind, node.payload, node.memo = op, args, kind, payload, {}
             _interned[key] = node
         return node
 
@@ -434,7 +448,14 @@ OpTable = Mapping[str, Callable[..., Any]]
 
 
 def nodes(*roots: Expr) -> list[Expr]:
-    """Every node once, arguments before what uses them, in order of first appearance. No recursion: any depth works."""
+    """Every node once, arguments before what uses them, in order of first appearance."""
+    if len(roots) == 1:
+        return [*remembered(roots[0], "below", lambda root: _walk(root)[:-1]), roots[0]]
+    return _walk(*roots)
+
+
+def _walk(*roots: Expr) -> list[Expr]:
+    """No recursion: any depth works."""
     order: list[Expr] = []
     seen: set[Expr] = set()
     stack = [(root, False) for root in reversed(roots)]
@@ -482,16 +503,19 @@ def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
     return new[expr]
 
 
-def variables(*exprs: Expr) -> set[str]:
-    return {node.payload for node in nodes(*exprs) if node.op == "var"}
+def variables(expr: Expr) -> frozenset[str]:
+    return remembered(expr, "variables", lambda e: frozenset(n.payload for n in nodes(e) if n.op == "var"))
 
 
 def loads(*exprs: Expr) -> list[Loaded]:
     """The arrays read, one entry each, in order of first appearance."""
     slots: dict[int, Loaded] = {}
-    for node in nodes(*exprs):
-        if node.op == "load":
-            known = slots.get(id(node.payload.array))
-            if known is None or (node.payload.grad and not known.grad):
-                slots[id(node.payload.array)] = node.payload
+    for slot in (slot for expr in exprs for slot in remembered(expr, "loads", _loads)):
+        known = slots.get(id(slot.array))
+        if known is None or (slot.grad and not known.grad):
+            slots[id(slot.array)] = slot
     return list(slots.values())
+
+
+def _loads(expr: Expr) -> list[Loaded]:
+    return [node.payload for node in nodes(expr) if node.op == "load"]

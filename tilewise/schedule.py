@@ -178,7 +178,7 @@ _lock = threading.Lock()
 def plan(spec: Attention, shape: Shape, tile: Tile) -> Plan:
     """The plan of one sequence (or batch of equal ones). Cached, unless it depends on the contents of arrays."""
     live = live_expression(spec)
-    used = variables(live) if live is not None else set()
+    used = variables(live) if live is not None else frozenset()
     # What the expression does not read must not keep an equal plan from being found.
     shape = replace(
         shape, backward=False,
@@ -303,6 +303,8 @@ def _interleave(tables: list[Array], counts: list[Array]) -> Runs:
 
 def check_integers(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> None:
     """Refuse shapes at which integers of the expression would not fit 32 bits on every kernel system."""
+    if lengths is None and expr.memo.get("fits") == shape:
+        return
     lo = shape.env(0, 0, 0, 0)
     hi = shape.env(shape.batch, shape.heads, shape.n_q, shape.n_k)
     if lengths is not None:  # positions are each sequence's own; QP and KP alone run through all of them
@@ -318,3 +320,5 @@ def check_integers(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> 
                 f"the expression's integer {node!r} reaches {int(max(-low, high))} at these shapes, beyond 32 bits; "
                 "compute it in floats (multiply by 1.0)"
             )
+    if lengths is None:
+        expr.memo["fits"] = shape

@@ -9,17 +9,11 @@ from typing import Any
 from tilewise import api, arrays, dispatch, validate
 from tilewise.arrays import Array
 from tilewise.bench.problem import Problem
+from tilewise.bench.process import load
+from tilewise.bench.refusal import RefusedError
 
 OURS = "tilewise "
 Outputs = tuple[Any, ...]  # (out,), or (out, d_q, d_k, d_v)
-
-
-class RefusedError(Exception):
-    """A contestant does not run a cell, and why."""
-
-    def __init__(self, status: str, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +55,9 @@ def find(name: str) -> Contestant:
 
     if name.startswith(OURS):
         return _ours(name.removeprefix(OURS))
+    if ":" in name:  # one from elsewhere, as "module:attribute"
+        found: Contestant = load(name)
+        return found
     return next(peer for peer in (*peers.FROM_TORCH, *peers.FROM_NUMPY) if peer.name == name)
 
 

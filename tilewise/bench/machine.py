@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "OMP_NUM_THREADS")
+_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "OMP_NUM_THREADS")
 
 
-def describe(device: str = "cpu") -> dict[str, Any]:
+def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
+    """threads: what contestants are told to use."""
+    told = {**os.environ, **thread_variables(threads)}
     return {
         "cpu": cpu_model(),
         "cores": cores(),
@@ -23,9 +25,14 @@ def describe(device: str = "cpu") -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "blas": blas(),
-        "blas_threads": {name: os.environ[name] for name in _BLAS_THREADS if name in os.environ},
-        **_torch(device),
+        "blas_threads": {name: told[name] for name in _THREADS if name in told},
+        **_torch(device, threads),
     }
+
+
+def thread_variables(count: int | None) -> dict[str, str]:
+    """Environment variables that give a process of any of the libraries so many threads."""
+    return {} if count is None else dict.fromkeys(_THREADS, str(count))
 
 
 def cpu_model() -> str:
@@ -88,12 +95,12 @@ def import_torch() -> Any:
     return torch
 
 
-def _torch(device: str) -> dict[str, Any]:
+def _torch(device: str, threads: int | None) -> dict[str, Any]:
     torch = import_torch()
     if torch is None:
         return {"torch": None, "torch_threads": None, "gpu": None}
     gpu = torch.cuda.get_device_name() if device != "cpu" else None
-    return {"torch": torch.__version__, "torch_threads": torch.get_num_threads(), "gpu": gpu}
+    return {"torch": torch.__version__, "torch_threads": threads or torch.get_num_threads(), "gpu": gpu}
 
 
 def one_line(machine: dict[str, Any]) -> str:

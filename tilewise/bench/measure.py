@@ -1,7 +1,7 @@
 """How long: contestants take turns (A B C A B C ...), so that whatever else the machine does falls on all of them.
 
-A turn is a few untimed calls and then a few timed ones: the threads of the contestant before may still spin, its own
-may sleep, and memory that it reuses may not be there yet.
+A turn is a few untimed calls and then a few timed ones: the contestant's threads sleep and the caches hold another's
+numbers when it begins.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 
 AT_LEAST = 3  # repetitions, when one fits the budget
-BLOCK = 5  # timed calls in a turn
+BLOCK = 5  # timed calls in a turn, at most
+WARM_UP = 0.02  # seconds of untimed calls before them
+LONG = 0.5  # seconds: a call that hardly notices how it began
 _FLUSH_BYTES = 256 << 20  # more than any GPU's L2 cache
 
 Action = Callable[[], Any]
 Timer = Callable[[Action], float]  # seconds of one call
+Turn = Callable[[int], list[float]]  # seconds of so many calls
 
 
 @dataclass(frozen=True)
@@ -67,38 +70,39 @@ def cuda_timer() -> Timer:
     return timed
 
 
-def repetitions(seconds: float, budget: float, most: int) -> int:
+def repetitions(seconds: float, budget: float, most: int, least: int = 1) -> int:
     """How often a call of this length is repeated within the budget."""
-    if seconds > budget:
-        return 1
-    return min(most, max(AT_LEAST, int(budget / max(seconds, 1e-9))))
+    least = max(least, AT_LEAST) if seconds <= budget else least
+    return min(most, max(least, int(budget / max(seconds, 1e-9))))
 
 
-def warm_up(action: Action, clock: Callable[[], float] = time.perf_counter) -> None:
-    """Three calls at the least and 50 ms, but none beyond a second: a call that long hardly notices."""
-    begin, calls = clock(), 0
-    while (calls < 3 or clock() - begin < 0.05) and clock() - begin < 1.0:
+def warm_up(action: Action, takes: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    """Untimed calls: threads wake up and caches fill. At least one and 20 ms of them; a long call needs none."""
+    if takes > LONG:
+        return
+    begin = clock()
+    action()
+    while clock() - begin < WARM_UP:
         action()
-        calls += 1
 
 
 def round_robin(
-    actions: Mapping[str, Action],
-    counts: Mapping[str, int],
-    timer: Timer,
-    block: int = BLOCK,
-    warm: Callable[[Action], None] = warm_up,
+    turns: Mapping[str, Turn], counts: Mapping[str, int]
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Seconds of each contestant's repetitions, taken in turns; and what one that failed on the way raised."""
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    """Seconds of each contestant's repetitions, taken in turns; and what one that failed on the way raised.
+
+    Everyone's repetitions are spread over all rounds, so that a slow spell of the machine falls on all alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
     failed: dict[str, Exception] = {}
-    for turn in range(0, max(counts.values(), default=0), block):
-        for name, action in actions.items():
-            if turn >= counts[name] or name in failed:
+    rounds = -(-max(counts.values(), default=0) // BLOCK)
+    for i in range(1, rounds + 1):
+        for name, turn in turns.items():
+            due = -(-counts[name] * i // rounds) - len(seconds[name])
+            if due == 0 or name in failed:
                 continue
             try:
-                warm(action)
-                seconds[name].extend(timer(action) for _ in range(min(block, counts[name] - turn)))
+                seconds[name] += turn(due)
             except Exception as error:  # a peer's failure is a result of the benchmark
                 failed[name] = error
     return seconds, failed

@@ -10,8 +10,9 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.bench.contestants import Contestant, Entry, Outputs, RefusedError, as_tensor, with_autograd
+from tilewise.bench.contestants import Contestant, Entry, Outputs, as_tensor, with_autograd
 from tilewise.bench.problem import Problem
+from tilewise.bench.refusal import RefusedError
 
 NO_TORCH = "PyTorch is not installed; pip install torch"
 MATRICES = {False: 3, True: 6}  # full matrices that naive attention is allowed for, without and with backward
@@ -28,7 +29,7 @@ def installed() -> tuple[list[Contestant], dict[str, str]]:
 
 
 def _needs_dense(problem: Problem) -> int:
-    return 0 if problem.variant.is_causal else problem.dense_bytes
+    return 0 if problem.is_causal else problem.dense_bytes
 
 
 def _needs_matrices(problem: Problem) -> int:
@@ -52,10 +53,10 @@ def _enter_sdpa(problem: Problem) -> Entry:
             raise RefusedError("cannot express", "grouped heads in SDPA need PyTorch 2.5")
         extra["enable_gqa"] = True
     q, k, v, put = _tensors(problem)
-    mask, held = (None, 0) if problem.variant.is_causal else _sdpa_mask(problem, put)
+    mask, held = (None, 0) if problem.is_causal else _sdpa_mask(problem, put)
 
     def forward(d_out: Any) -> Outputs:
-        return (sdpa(q, k, v, attn_mask=mask, is_causal=problem.variant.is_causal, **extra),)
+        return (sdpa(q, k, v, attn_mask=mask, is_causal=problem.is_causal, **extra),)
 
     return Entry(with_autograd(forward, q, k, v) if problem.cell.backward else forward, put, held)
 
@@ -169,7 +170,7 @@ def _gradients(
         d_s *= slope
     scale = q.dtype.type(problem.spec.scale)
     d_q, d_k = scale * (d_s @ k), scale * (d_s.swapaxes(-1, -2) @ q)
-    by_key_head = (problem.cell.batch, problem.cell.heads_k, -1, problem.cell.n, problem.cell.d)
+    by_key_head = (problem.cell.batch, problem.cell.heads_k, -1, problem.cell.n_k, problem.cell.d)
     return d_q, d_k.reshape(by_key_head).sum(axis=2), d_v.reshape(by_key_head).sum(axis=2)
 
 

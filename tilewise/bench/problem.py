@@ -37,10 +37,11 @@ Put = Callable[[Array], Any]  # an array of ours in the library and on the devic
 
 @dataclass(frozen=True)
 class Cell:
-    """One line of the sweep. n queries and n keys."""
+    """One line of the sweep."""
 
     variant: str
-    n: int
+    n_q: int  # queries
+    n_k: int  # keys
     d: int
     dtype: str = "float32"
     batch: int = 1
@@ -50,15 +51,26 @@ class Cell:
     device: str = "cpu"
 
     @property
+    def pairs(self) -> int:
+        """(query, key) pairs, visible or not, over batches and heads."""
+        return self.batch * self.heads * self.n_q * self.n_k
+
+    @property
     def matrix_bytes(self) -> int:
         """The full score matrix, in the type of the inputs."""
-        return self.batch * self.heads * self.n * self.n * itemsize(self.dtype)
+        return self.pairs * itemsize(self.dtype)
+
+    @property
+    def key_bytes(self) -> int:
+        """k and v: what a single query has to read."""
+        return 2 * self.batch * self.heads_k * self.n_k * self.d * itemsize(self.dtype)
 
     @property
     def input_bytes(self) -> int:
-        rows = 2 * self.batch * self.n * (self.heads + self.heads_k)  # q, k, v and the gradient of out
-        dense = self.heads * self.n * self.n if VARIANTS[self.variant].dense_input else 0
-        return (rows * self.d + dense) * itemsize(self.dtype)
+        """q, k, v, the gradient of out, and a dense array that the variant reads."""
+        queries = 2 * self.batch * self.heads * self.n_q * self.d
+        dense = self.heads * self.n_q * self.n_k if VARIANTS[self.variant].dense_input else 0
+        return self.key_bytes + (queries + dense) * itemsize(self.dtype)
 
     def describe(self) -> dict[str, Any]:
         """The cell's part of a record."""
@@ -73,28 +85,30 @@ class Variant:
 
     about: str
     options: Callable[[Rng, Cell, Put], Options]
-    is_causal: bool = False  # causal and nothing else
+    only_causal: bool = False  # causal and nothing else
     cap: float | None = None  # the score is a soft cap; any other score only adds to S
-    dense_input: bool = False  # reads a (heads, n, n) array, which is an input of every contestant
+    dense_input: bool = False  # reads a (heads, n_q, n_k) array, which is an input of every contestant
 
 
-def _ids(rng: Rng, cell: Cell) -> Array:
-    return np.sort(rng.integers(0, DOCUMENTS, cell.n)).astype(np.int32)
+def _document(rng: Rng, cell: Cell, put: Put) -> Expr:
+    """The last query is in the document of the last key, as causal() has it."""
+    ids = np.sort(rng.integers(0, DOCUMENTS, max(cell.n_q, cell.n_k))).astype(np.int32)
+    return document(put(ids[-cell.n_q :]), put(ids[-cell.n_k :]))
 
 
 def _bias(rng: Rng, cell: Cell) -> Array:
     # In the type of q, because PyTorch's SDPA takes no other.
-    return arrays.narrow(rng.standard_normal((cell.heads, cell.n, cell.n), dtype=np.float32), cell.dtype)
+    return arrays.narrow(rng.standard_normal((cell.heads, cell.n_q, cell.n_k), dtype=np.float32), cell.dtype)
 
 
 VARIANTS: dict[str, Variant] = {
     "full": Variant("every key", lambda rng, c, put: {}),
-    "causal": Variant("keys up to the query", lambda rng, c, put: {"causal": True}, is_causal=True),
+    "causal": Variant("keys up to the query", lambda rng, c, put: {"causal": True}, only_causal=True),
     "window": Variant(f"causal, the last {WINDOW} keys", lambda rng, c, put: {"mask": causal() & window(WINDOW)}),
-    "prefix": Variant("causal, and n / 4 keys for all", lambda rng, c, put: {"mask": causal() | prefix(c.n // 4)}),
+    "prefix": Variant("causal, a quarter of keys for all", lambda rng, c, put: {"mask": causal() | prefix(c.n_k // 4)}),
     "document": Variant(
         f"causal within {DOCUMENTS} packed documents",
-        lambda rng, c, put: {"mask": causal() & document(put(_ids(rng, c)))},
+        lambda rng, c, put: {"mask": causal() & _document(rng, c, put)},
     ),
     "alibi": Variant("causal with ALiBi", lambda rng, c, put: {"mask": causal(), "score": alibi(c.heads)}),
     "softcap": Variant("causal, soft cap", lambda rng, c, put: {"mask": causal(), "score": softcap(CAP)}, cap=CAP),
@@ -116,15 +130,21 @@ class Problem:
     @classmethod
     def make(cls, cell: Cell, seed: int = 0) -> Problem:
         rng = np.random.default_rng(seed)
+        queries, keys = (cell.heads, cell.n_q), (cell.heads_k, cell.n_k)
         q, k, v, d_out = (
-            arrays.narrow(rng.standard_normal((cell.batch, heads, cell.n, cell.d), dtype=np.float32), cell.dtype)
-            for heads in (cell.heads, cell.heads_k, cell.heads_k, cell.heads)
+            arrays.narrow(rng.standard_normal((cell.batch, *rows, cell.d), dtype=np.float32), cell.dtype)
+            for rows in (queries, keys, keys, queries)
         )
         return cls(cell, q, k, v, d_out, seed)
 
     @property
     def variant(self) -> Variant:
         return VARIANTS[self.cell.variant]
+
+    @property
+    def is_causal(self) -> bool:
+        """What PyTorch's SDPA means by it, whose first query sees the first key alone."""
+        return self.variant.only_causal and self.cell.n_q == self.cell.n_k
 
     def options(self, put: Put = lambda x: x) -> Options:
         """The arguments of tw.attention that make the variant; the same numbers at every call."""
@@ -156,16 +176,16 @@ class Problem:
     def dense_bytes(self) -> int:
         """What the arrays below take beyond the inputs."""
         added = self.spec.score is not None and self.variant.cap is None and not self.variant.dense_input
-        return self.cell.n**2 * ((self.spec.mask is not None) + 4 * self.cell.heads * added)
+        return self.cell.n_q * self.cell.n_k * ((self.spec.mask is not None) + 4 * self.cell.heads * added)
 
     @cached_property
     def mask(self) -> Array | None:
-        """Booleans that broadcast to (batch, heads, n, n)."""
+        """Booleans that broadcast to (batch, heads, n_q, n_k)."""
         return None if self.spec.mask is None else self._dense(self.spec.mask, np.dtype(bool))
 
     @cached_property
     def added(self) -> Array | None:
-        """What the score adds to S: broadcasts to (batch, heads, n, n), float32 or the type of q."""
+        """What the score adds to S: broadcasts to (batch, heads, n_q, n_k), float32 or the type of q."""
         if self.spec.score is None or self.variant.cap is not None:
             return None
         if self.variant.dense_input:
@@ -173,14 +193,14 @@ class Problem:
         return self._dense(self.spec.score, np.dtype(np.float32))
 
     def _dense(self, expr: Expr, dtype: np.dtype[Any]) -> Array:
-        used, n = variables(expr), self.cell.n
+        used, n_q, n_k = variables(expr), self.cell.n_q, self.cell.n_k
         b = np.arange(self.cell.batch if "B" in used else 1)[:, None, None, None]
         h = np.arange(self.cell.heads if {"H", "HK"} & used else 1)[:, None, None]
-        filled = np.empty((len(b), len(h), n, n), dtype)
-        step = max(1, _CHUNK // (len(b) * len(h) * n))
-        for start in range(0, n, step):
-            rows = np.arange(start, min(start + step, n))
-            env = self.shape.env(b, h, rows[:, None], np.arange(n))
+        filled = np.empty((len(b), len(h), n_q, n_k), dtype)
+        step = max(1, _CHUNK // (len(b) * len(h) * n_k))
+        for start in range(0, n_q, step):
+            rows = np.arange(start, min(start + step, n_q))
+            env = self.shape.env(b, h, rows[:, None], np.arange(n_k))
             filled[:, :, rows] = evaluate(expr, {**env, "S": np.float32(0)}, numpy_ops(np.float32))
         return filled
 

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewise import dispatch
 from tilewise.cli import UserError
+from tilewise.cli.bench_options import check_kernel, check_matplotlib, check_writable, names, seconds, several, whole
 from tilewise.cli.terminal import progress
 
 if TYPE_CHECKING:
     from tilewise.bench.problem import Cell
-    from tilewise.bench.run import Settings
 
 FULL_SWEEP = {
     "n": "512,1024,2048,4096", "d": "64", "variants": "full,causal,window,alibi,softcap", "dtype": "float32",
     "batch": "1", "heads": "4", "repeat": "20", "budget": "2",
 }  # fmt: skip
 QUICK_SWEEP = {**FULL_SWEEP, "n": "256,1024", "variants": "causal", "heads": "2", "repeat": "5", "budget": "0.5"}
+CPU_SECTIONS = ("forward", "half", "training", "decode", "window", "memory")
+_CPU_HELP = f"the CPU engine's suite, with its targets: {', '.join(CPU_SECTIONS)}, or all of them"
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="time, memory and error beside PyTorch and NumPy",
-        description="Times every kernel system of this machine beside its peers: in turns, on the same data, medians. "
-        "Peers are PyTorch's SDPA, naive attention in PyTorch and in NumPy, where they are installed.",
-        epilog="The default sweep takes a few minutes, --quick some seconds. NumPy's own threads follow its BLAS "
-        "library's environment variable, e.g. OPENBLAS_NUM_THREADS=1.",
+        description="Times every kernel system of this machine beside its peers: in turns, each in a process of its "
+        "own, on the same data, medians. Peers are PyTorch's SDPA, naive attention in PyTorch and in NumPy, where they "
+        "are installed.",
+        epilog="The default sweep takes a few minutes, --quick some seconds. --cpu is the native engine's own suite "
+        "beside PyTorch's SDPA, with its targets: about ten minutes, a file a section in the folders that --json and "
+        "--plot name.",
     )
     add = parser.add_argument
     add("--n", metavar="LIST", help=f"lengths, queries and keys alike ({FULL_SWEEP['n']})")
@@ -44,15 +45,17 @@ def add_parser(commands: Any) -> None:
     add("--heads", metavar="N", help="query heads (4)")
     add("--heads-k", metavar="N", help="key heads, which divide the query heads (as many)")
     add("--kernel", metavar="NAME", help="only this kernel system of ours, beside the peers")
-    add("--threads", metavar="N", help="PyTorch's threads (its own choice)")
+    add("--threads", metavar="N", help="threads of every contestant (its own choice; 2 with --cpu)")
     add("--backward", action="store_true", help="also time forward and backward together")
     add("--repeat", metavar="N", help="repetitions at most (20)")
     add("--budget", metavar="SECONDS", help="for one contestant's repetitions in one cell (2)")
     add("--quick", action="store_true", help="a small sweep, in seconds; other options still count")
-    device = parser.add_mutually_exclusive_group()
-    device.add_argument("--cpu", dest="device", action="store_const", const="cpu", default="cpu", help="the default")
-    device.add_argument("--gpu", dest="device", action="store_const", const="cuda", help="needs PyTorch with CUDA")
-    add("--no-memory", action="store_true", help="do not measure memory, which starts a process a contestant")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--cpu", nargs="*", choices=CPU_SECTIONS, metavar="SECTION", help=_CPU_HELP)
+    where.add_argument(
+        "--gpu", dest="device", action="store_const", const="cuda", default="cpu", help="needs PyTorch with CUDA"
+    )
+    add("--no-memory", action="store_true", help="do not measure memory, which starts a process a contestant and cell")
     add("--json", metavar="FILE", help="write every number")
     add("--plot", metavar="FILE.png", help="draw speed and memory; a folder takes a picture a type and pass")
     add("--from", dest="source", metavar="FILE", help="show or plot the results in this JSON file; nothing is run")
@@ -60,14 +63,17 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.cpu is not None:
+        from tilewise.cli import bench_cpu
+
+        return bench_cpu.run(args)
     _check_targets(args)
-    results = _measured(args) if args.source is None else _stored(args.source)
+    results = _measured(args) if args.source is None else stored(Path(args.source))
     from tilewise.bench import table
 
     print(table.text(results))
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
-        print(f"wrote {args.json}")
+        write(results, Path(args.json))
     if args.plot is not None:
         from tilewise.bench import plot
 
@@ -77,32 +83,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_targets(args: argparse.Namespace) -> None:
-    """What would fail at the end of a long run fails at its start."""
-    if args.plot is not None and find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib; pip install matplotlib")
-    if args.plot is not None and not Path(args.plot).is_dir() and Path(args.plot).suffix != ".png":
-        raise UserError(f"--plot: expected a file ending in .png or an existing folder, got {args.plot!r}")
+    if args.plot is not None:
+        check_matplotlib()
+        if not Path(args.plot).is_dir() and Path(args.plot).suffix != ".png":
+            raise UserError(f"--plot: expected a file ending in .png or an existing folder, got {args.plot!r}")
     if args.json is not None and Path(args.json).is_dir():
         raise UserError(f"--json: expected a file, got the folder {args.json!r}")
     for option, target in (("--json", args.json), ("--plot", args.plot)):
-        if target is None:
-            continue
-        folder = Path(target) if Path(target).is_dir() else Path(target).parent
-        if not folder.is_dir():
-            raise UserError(f"{option}: there is no folder {str(folder)!r}")
-        if not os.access(Path(target) if Path(target).exists() else folder, os.W_OK):
-            raise UserError(f"{option}: {target!r} cannot be written")
+        if target is not None:
+            check_writable(option, target)
 
 
-def _stored(source: str) -> dict[str, Any]:
+def write(results: dict[str, Any], path: Path) -> None:
+    path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    print(f"wrote {path}")
+
+
+def stored(source: Path) -> dict[str, Any]:
+    """Results that were written before."""
     from tilewise.bench.run import SCHEMA
 
     try:
-        found: Any = json.loads(Path(source).read_text())
+        found: Any = json.loads(source.read_text())
     except OSError as error:
-        raise UserError(f"--from: cannot read {source!r}: {error.strerror}") from None
+        raise UserError(f"--from: cannot read '{source}': {error.strerror}") from None
     except ValueError:
-        raise UserError(f"--from: {source!r} is not JSON; expected a file written by `tilewise bench --json`") from None
+        raise UserError(f"--from: '{source}' is not JSON; expected a file written by `tilewise bench --json`") from None
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != SCHEMA or not found.get("records"):
         raise UserError(f"--from: expected results of `tilewise bench --json` (schema {SCHEMA}), got schema {schema!r}")
@@ -111,20 +117,24 @@ def _stored(source: str) -> dict[str, Any]:
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     options = _options(args)
-    settings, cells = _settings(options), _cells(options)
-    _check_kernel(options["kernel"])
-    timer = _prepare_torch(options)
-    from tilewise.bench import contestants, run, table
+    cells = _cells(options)
+    if options["kernel"] is not None:
+        check_kernel(options["kernel"])
+    if options["device"] != "cpu":
+        _check_gpu()
+    from tilewise.bench import contestants, roofline, run, table
 
     present, missing = contestants.installed(options["kernel"])
-    records = run.Sweep(present, settings, timer, progress).run(cells)
+    settings = run.Settings(options["repeat"], options["budget"], options["memory"], options["threads"])
+    roof = roofline.measured(options["threads"]) if options["device"] == "cpu" else roofline.UNKNOWN
+    records = run.Sweep(present, settings, progress).run(cells)
     progress()
     if not records:
         raise KeyboardInterrupt
     done = len({tuple(record[name] for name in table.CELL) for record in records})
     if done < len(cells):
         print(f"stopped after {done} of {len(cells)} cells; these are their results", file=sys.stderr)
-    return run.results(records, options, missing, options["device"])
+    return run.results(records, options, missing, roof)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -137,70 +147,34 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
     given = {**(QUICK_SWEEP if args.quick else FULL_SWEEP)}
     given.update({name: getattr(args, name) for name in given if getattr(args, name) is not None})
-    numbers = {name: _whole(name, given[name]) for name in ("batch", "heads", "repeat")}
-    heads_k = numbers["heads"] if args.heads_k is None else _whole("heads-k", args.heads_k)
+    lists = {name: several(name, given[name], FULL_SWEEP[name]) for name in ("n", "d", "variants", "dtype")}
+    numbers = {name: whole(name, given[name]) for name in ("batch", "heads", "repeat")}
+    heads_k = numbers["heads"] if args.heads_k is None else whole("heads-k", args.heads_k)
     if numbers["heads"] % heads_k:
         raise UserError(f"--heads-k: expected a divisor of the {numbers['heads']} query heads, got {heads_k}")
     return {
-        "n": [_whole("n", x) for x in _list("n", given["n"])],
-        "d": [_whole("d", x, most=MAX_HEAD_DIM) for x in _list("d", given["d"])],
-        "variants": _names("variants", given["variants"], tuple(VARIANTS)),
-        "dtype": _names("dtype", given["dtype"], DTYPES),
+        "n": [whole("n", x) for x in lists["n"]],
+        "d": [whole("d", x, most=MAX_HEAD_DIM) for x in lists["d"]],
+        "variants": names("variants", lists["variants"], tuple(VARIANTS)),
+        "dtype": names("dtype", lists["dtype"], DTYPES),
         **numbers,
         "heads_k": heads_k,
         "kernel": args.kernel,
-        "threads": None if args.threads is None else _whole("threads", args.threads),
+        "threads": None if args.threads is None else whole("threads", args.threads),
         "backward": args.backward,
-        "budget": _seconds("budget", given["budget"]),
+        "budget": seconds("budget", given["budget"]),
         "quick": args.quick,
         "device": args.device,
         "memory": not args.no_memory,
     }
 
 
-def _list(option: str, text: str) -> list[str]:
-    items = [item.strip() for item in text.split(",") if item.strip()]
-    if not items:
-        raise UserError(f"--{option}: expected a list such as {FULL_SWEEP[option]}, got {text!r}")
-    return list(dict.fromkeys(items))
-
-
-def _names(option: str, text: str, known: tuple[str, ...]) -> list[str]:
-    names = _list(option, text)
-    for name in names:
-        if name not in known:
-            raise UserError(f"--{option}: there is no {name!r}; expected some of {', '.join(known)}")
-    return names
-
-
-def _whole(option: str, text: str, most: int = 2**31 - 1) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
-        limit = f"from 1 to {most}" if most < 2**31 - 1 else "of at least 1"
-        raise UserError(f"--{option}: expected a whole number {limit}, got {text!r}")
-    return int(text)
-
-
-def _seconds(option: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UserError(f"--{option}: expected a number of seconds above 0, got {text!r}")
-    return seconds
-
-
-def _settings(options: dict[str, Any]) -> Settings:
-    from tilewise.bench.run import Settings
-
-    return Settings(options["repeat"], options["budget"], options["memory"], options["threads"])
-
-
 def _cells(options: dict[str, Any]) -> list[Cell]:
     from tilewise.bench.problem import Cell
 
+    sizes = options["batch"], options["heads"], options["heads_k"]
     return [
-        Cell(variant, n, d, dtype, options["batch"], options["heads"], options["heads_k"], backward, options["device"])
+        Cell(variant, n, n, d, dtype, *sizes, backward, options["device"])
         for dtype in options["dtype"]
         for backward in (False, True)[: 1 + options["backward"]]
         for d in options["d"]
@@ -209,32 +183,10 @@ def _cells(options: dict[str, Any]) -> list[Cell]:
     ]
 
 
-def _check_kernel(name: str | None) -> None:
-    if name is None:
-        return
-    try:
-        reason = dispatch.kernel(name).unavailable()
-    except ValueError:
-        raise UserError(f"--kernel: there is no {name!r}; expected one of {', '.join(dispatch.NAMES)}") from None
-    if reason is not None:
-        raise UserError(f"--kernel: {name!r} cannot run here: {reason}")
-
-
-def _prepare_torch(options: dict[str, Any]) -> Any:
-    """Set PyTorch's threads, and choose how time is taken."""
-    from tilewise.bench import measure
-
-    wanted = [flag for flag, on in (("--gpu", options["device"] != "cpu"), ("--threads", options["threads"])) if on]
-    if not wanted:
-        return measure.wall_timer()
+def _check_gpu() -> None:
     try:
         import torch
     except (ImportError, OSError):
-        raise UserError(f"{wanted[0]} needs PyTorch; pip install torch") from None
-    if options["threads"]:
-        torch.set_num_threads(options["threads"])
-    if options["device"] == "cpu":
-        return measure.wall_timer()
+        raise UserError("--gpu needs PyTorch; pip install torch") from None
     if not torch.cuda.is_available():
-        raise UserError("--gpu needs PyTorch with CUDA and an NVIDIA GPU; this PyTorch sees none (use --cpu)")
-    return measure.cuda_timer()
+        raise UserError("--gpu needs PyTorch with CUDA and an NVIDIA GPU; this PyTorch sees none")

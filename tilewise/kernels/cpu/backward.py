@@ -14,7 +14,7 @@ from tilewise.derivative import ONE, ZERO, score_slopes
 from tilewise.expr import Expr, S
 from tilewise.kernels.cpu import library, structs
 from tilewise.kernels.cpu.marshal import Marshal, splits
-from tilewise.kernels.cpu.ops import Assembler
+from tilewise.kernels.cpu.ops import Assembler, Bytecode
 from tilewise.softmax import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -77,11 +77,11 @@ def _score(spec: Attention, shape: Shape, marshal: Marshal, call: structs.Backwa
             call.turns = max(call.turns, Turns.ALL_IN_TURN if again else _turns(read, spec, shape))
         grads.append(
             structs.ArrayGrad(
-                assembler.add(slope).number, assembler.add(read).number, marshal.slot(total[0]),
+                assembler.add(slope).number, assembler.add(read).number, marshal.slot(total[0, ...]),
                 marshal.data(total), cells, copies,
             )
         )  # fmt: skip
-    call.forward.score = marshal.program(assembler)
+    call.forward.score = marshal.program(Bytecode(assembler.table(), assembler.slots, call.forward.score_at))
     call.n_grads, call.grads = len(grads), marshal.table(structs.ArrayGrad, grads)
     return totals
 

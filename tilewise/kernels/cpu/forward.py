@@ -10,7 +10,7 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.kernels.cpu import library
 from tilewise.kernels.cpu.marshal import Marshal
-from tilewise.kernels.cpu.ops import Assembler
+from tilewise.kernels.cpu.ops import bytecode
 from tilewise.spec import Attention, Partial, Shape, Tile
 
 
@@ -22,8 +22,7 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile) -> Partia
     marshal = Marshal(spec, shape, tile)
     call = marshal.forward(q, k, v, out, lse)
     if spec.score is not None:
-        assembler = Assembler()
-        call.score_at = assembler.add(spec.score).number
-        call.score = marshal.program(assembler)
+        code = bytecode(spec.score)
+        call.score, call.score_at = marshal.program(code), code.at
     library.call("tilewise_forward", ctypes.byref(call))
     return Partial(out, lse)

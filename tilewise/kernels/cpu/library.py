@@ -20,8 +20,11 @@ def path() -> Path:
 
 def unavailable() -> str | None:
     """Why the library cannot be used here and what to do, or None."""
+    if _library.cache_info().currsize:  # it is in use
+        return None
     if not path().exists():
-        return "its library was not built; install a C++17 compiler (g++ or clang++) and install Tilewise again"
+        told = Path(__file__).with_name("build.txt")  # what the build leaves in the library's place
+        return told.read_text().strip() if told.exists() else "its library was never built here; run `make engine`"
     try:
         _library()
     except (OSError, AttributeError) as error:

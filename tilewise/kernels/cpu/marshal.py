@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
+
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.kernels.cpu import structs
-from tilewise.kernels.cpu.ops import Assembler
+from tilewise.kernels.cpu.ops import Bytecode, bytecode
 from tilewise.schedule import Runs as PlanRuns
 from tilewise.schedule import plan
 from tilewise.spec import Attention, Shape, Tile
@@ -19,6 +21,11 @@ _SPLIT_KEYS, _MOST_SPLITS = 512, 8
 def splits(n_k: int) -> int:
     """Into how many tasks a head's keys are split; by their number alone, so that bits do not depend on the machine."""
     return max(1, min(_MOST_SPLITS, n_k // _SPLIT_KEYS))
+
+
+def _has_whole_steps(x: Array) -> bool:
+    """Whether a pointer to its numbers can walk the array: a field of records, say, may lie anywhere."""
+    return x.flags.aligned and not any(step % x.itemsize for step in x.strides)
 
 
 class Marshal:
@@ -39,24 +46,31 @@ class Marshal:
         call.n_sequences = len(sequences)
         call.sequences = self.table(structs.Sequence, sequences)
         if spec.mask is not None:
-            assembler = Assembler()
-            call.mask_at = assembler.add(spec.mask).number
-            call.mask = self.program(assembler)
+            code = bytecode(spec.mask)
+            call.mask, call.mask_at = self.program(code), code.at
         if spec.sinks is not None:
             call.sinks = self.data(arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype))
         return call
 
     def array(self, x: Array) -> structs.Array:
-        """(batch, heads, n, d) or (batch, heads, n) numbers."""
+        """(batch, heads, n, d) or (batch, heads, n) numbers, the last of them side by side."""
+        if (
+            not x.flags.aligned
+            or (x.strides[-1] != x.itemsize and x.shape[-1] > 1)
+            or any(s % x.itemsize for s in x.strides)
+        ):
+            x = np.ascontiguousarray(x)  # such as the gradient of a sum, one number seen everywhere
         batch, head, row = (step // x.itemsize for step in x.strides[:3])
         return structs.Array(self.data(x), batch, head, row)
 
-    def program(self, assembler: Assembler) -> structs.Program:
-        slots = [self.slot(arrays.as_numpy(slot.array)) for slot in assembler.slots]
-        code = self.table(structs.Instruction, assembler.code)
-        return structs.Program(code, len(assembler.code), self.table(structs.Slot, slots))
+    def program(self, made: Bytecode) -> structs.Program:
+        slots = [self.slot(arrays.as_numpy(slot.array)) for slot in made.slots]
+        self._kept.append(made.code)
+        return structs.Program(ctypes.addressof(made.code), len(made.code), self.table(structs.Slot, slots))
 
     def slot(self, x: Array) -> structs.Slot:
+        if not _has_whole_steps(x):
+            x = np.ascontiguousarray(x)
         slot = structs.Slot(self.data(x), structs.TYPES.index(arrays.dtype_name(x)), x.ndim)
         slot.size[: x.ndim] = x.shape
         slot.stride[: x.ndim] = [step // x.itemsize for step in x.strides]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import Array
 from dataclasses import dataclass, field
 from enum import IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise import arrays
-from tilewise.expr import Expr, Loaded, OpTable, evaluate
+from tilewise.expr import Expr, Loaded, OpTable, evaluate, remembered
 from tilewise.kernels.cpu.structs import Instruction
 
 # In the order of engine.h.
@@ -41,6 +42,25 @@ class Register:
     place: Place
 
 
+class Bytecode(NamedTuple):
+    """An expression's instructions as the engine takes them, the arrays they load, and where the result is."""
+
+    code: Array[Instruction]
+    slots: list[Loaded]
+    at: int
+
+
+def bytecode(expr: Expr) -> Bytecode:
+    """Assembled once for each expression."""
+    return remembered(expr, "cpu", _assemble)
+
+
+def _assemble(expr: Expr) -> Bytecode:
+    assembler = Assembler()
+    at = assembler.add(expr).number
+    return Bytecode(assembler.table(), assembler.slots, at)
+
+
 @dataclass(eq=False)
 class Assembler:
     """Instructions, each written once however often its value is used; and the arrays they load."""
@@ -53,6 +73,9 @@ class Assembler:
         """The register that will hold the expression's value."""
         register: Register = evaluate(expr, _Variables(self), self._ops())
         return register
+
+    def table(self) -> Array[Instruction]:
+        return (Instruction * len(self.code))(*self.code)
 
     def _ops(self) -> OpTable:
         table: dict[str, Callable[..., Register]] = {op: self._operation(op) for op in OPS[3:]}

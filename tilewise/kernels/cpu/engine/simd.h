@@ -122,11 +122,12 @@ INLINE Vec<float> exp_of(Vec<float> x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded sum in the low bits
     Vec<float> t = x * LOG2E<float> + magic;
     Vec<float> r = x * LOG2E<float> - (t - magic);
-    Vec<float> p = splat(1.3264727125e-03f);
-    p = p * r + 9.6715126450e-03f;
-    p = p * r + 5.5507337435e-02f;
-    p = p * r + 2.4022242085e-01f;
-    p = p * r + 6.9314697760e-01f;
+    Vec<float> p = splat(1.535331941e-04f);  // of 2^r for |r| <= 0.5, to 2e-9
+    p = p * r + 1.339892601e-03f;
+    p = p * r + 9.618437858e-03f;
+    p = p * r + 5.550332348e-02f;
+    p = p * r + 2.402264791e-01f;
+    p = p * r + 6.931472029e-01f;
     p = p * r + 1.0f;
     Vec<int32_t> bits = (Vec<int32_t>)p + ((Vec<int32_t>)t << 23);
     return (Vec<float>)(x < -87.33f ? Vec<int32_t>{} : bits);

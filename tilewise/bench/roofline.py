@@ -1,0 +1,65 @@
+"""How fast this machine could be: the native engine's library measures it, and records say how near they come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from tilewise.bench import machine
+from tilewise.bench.process import Child
+from tilewise.bench.refusal import RefusedError, public
+
+LIBRARY = "tilewise.kernels.cpu.library"
+_TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Roof:
+    """Both with all threads; None where they could not be measured, and why."""
+
+    peak_gflops: float | None = None  # float32 multiplications and additions, fused
+    read_gbs: float | None = None  # main memory
+    unmeasured: str | None = None
+
+
+UNKNOWN = Roof(unmeasured="the native library is not here")
+
+
+class Meter:
+    """In a process of its own, with the threads that the contestants have."""
+
+    def __init__(self, library: str) -> None:
+        self._library: Any = import_module(library)
+
+    def rates(self) -> tuple[float, float]:
+        return self._library.peak_flops("float32"), self._library.read_rate()
+
+
+def measured(threads: int | None) -> Roof:
+    try:
+        library: Any = import_module(LIBRARY)
+    except ModuleNotFoundError:
+        return UNKNOWN
+    reason = library.unavailable()
+    if reason is not None:
+        return Roof(unmeasured=public(reason))
+    with Child("tilewise.bench.roofline:Meter", LIBRARY, env=machine.thread_variables(threads)) as child:
+        try:
+            flops, read = child.ask("rates", timeout=_TIMEOUT)
+        except RefusedError as error:  # the benchmark can do without
+            return Roof(unmeasured=public(f"{error.status}: {error.reason}"))
+    return Roof(flops / 1e9, read / 1e9)
+
+
+def fractions(record: dict[str, Any], roof: Roof) -> dict[str, float | None]:
+    """A record's speeds as parts of the machine's; halves are computed in float32, float64 has another peak."""
+    peak = None if record["dtype"] == "float64" else roof.peak_gflops
+    return {
+        "fraction": _share(record["gflops"], peak),
+        "read_fraction": _share(record["read_gbs"], roof.read_gbs),
+    }
+
+
+def _share(value: float | None, of: float | None) -> float | None:
+    return value / of if value and of else None

@@ -1,0 +1,140 @@
+"""What the CPU engine must reach, and whether the results of the suite show it. Nothing here is a measured number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tilewise.bench.problem import WINDOW
+from tilewise.bench.suite import DECODE_HEADS, GROUPS_AT, LONGEST
+from tilewise.bench.table import geometric_mean
+
+Record = dict[str, Any]
+Results = dict[str, Any]
+
+RATIOS = {  # to the peer: the geometric mean, and no cell below
+    "full": (1.2, 1.05),
+    "causal": (1.5, 1.12),
+    "half": (1.6, None),
+    "training": (1.35, 1.15),
+}
+READ_FRACTION = 0.75  # of the measured read rate, in every cell
+FLATNESS = 1.25  # the largest time for each query and key of a window, over the smallest
+MEMORY_FRACTION = 0.02  # of the full matrix, at the longest n
+
+
+@dataclass(frozen=True)
+class Check:
+    """A number beside its target."""
+
+    what: str
+    limit: float | None  # None: told, not judged
+    at_most: bool = False
+    percent: bool = False
+    value: float | None = None  # None: the results do not say, and why
+    reason: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.limit is None:
+            return None
+        if self.value is None:
+            return False
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
+
+    @property
+    def shown(self) -> str:
+        return "-" if self.value is None else self._number(self.value)
+
+    @property
+    def target(self) -> str:
+        if self.limit is None:
+            return ""
+        return f"{'at most' if self.at_most else 'at least'} {self._number(self.limit)}"
+
+    def _number(self, value: float) -> str:
+        if not self.percent:
+            return f"{value:.2f}x"
+        return f"{value:.1%}" if value < 0.1 else f"{value:.0%}"
+
+
+def checks(sections: dict[str, Results]) -> list[Check]:
+    """Every check of the sections that there are results of."""
+    return [
+        check
+        for name, of in _CHECKS.items()
+        if name in sections
+        for check in of([r for r in sections[name]["records"] if r["ours"]])
+    ]
+
+
+def _forward(records: list[Record]) -> Iterator[Check]:
+    for variant in ("full", "causal"):
+        cells = [r for r in records if r["variant"] == variant]
+        yield from _ratios(f"forward, {variant}", cells, *RATIOS[variant])
+
+
+def _half(records: list[Record]) -> Iterator[Check]:
+    yield from _ratios("half precision", records, *RATIOS["half"])
+
+
+def _training(records: list[Record]) -> Iterator[Check]:
+    yield from _ratios("training", records, *RATIOS["training"])
+
+
+def _decode(records: list[Record]) -> Iterator[Check]:
+    usual = [r for r in records if r["heads"] == DECODE_HEADS]
+    groups = [r for r in records if r["n_k"] == GROUPS_AT and r["dtype"] == "float32"]
+    for what, cells in (("decode", usual), ("decode, groups of 1 to 16", groups)):
+        check = Check(f"{what}: share of the read rate, least cell", READ_FRACTION, percent=True)
+        yield _valued(check, cells, lambda r: r["read_fraction"], min, "the read rate was not measured")
+    yield from _ratios("decode", records)
+
+
+def _window(records: list[Record]) -> Iterator[Check]:
+    check = Check("window: time for each query and key, most over least", FLATNESS, at_most=True)
+    yield _valued(check, records, lambda r: r["median_ms"] / (r["n_q"] * WINDOW), lambda each: max(each) / min(each))
+    yield from _ratios("window", records)
+
+
+def _memory(records: list[Record]) -> Iterator[Check]:
+    check = Check(f"memory: of the full matrix at n {LONGEST}", MEMORY_FRACTION, at_most=True, percent=True)
+    longest = [r for r in records if r["n_k"] == LONGEST]
+    yield _valued(check, longest, _matrix_fraction, max)
+
+
+def _matrix_fraction(r: Record) -> float | None:
+    return None if r["extra_bytes"] is None else r["extra_bytes"] / r["matrix_bytes"]
+
+
+def _ratios(what: str, records: list[Record], mean: float | None = None, least: float | None = None) -> Iterator[Check]:
+    """Our speed over the peer's."""
+    yield _valued(Check(f"{what}: geometric mean", mean), records, lambda r: r["ratio"], geometric_mean)
+    yield _valued(Check(f"{what}: slowest cell", least), records, lambda r: r["ratio"], min)
+
+
+def _valued(
+    check: Check,
+    records: list[Record],
+    number: Callable[[Record], float | None],
+    of: Callable[[list[float]], float],
+    otherwise: str = "no peer ran",
+) -> Check:
+    """One wrong or missing cell, and there is no value: a mean without it would prove nothing."""
+    numbers = [number(r) if r["status"] == "ok" else None for r in records]
+    found = [x for x in numbers if x is not None]
+    if records and len(found) == len(records):
+        return replace(check, value=of(found))
+    lacking = next((r for r, x in zip(records, numbers, strict=True) if x is None), None)
+    missing = f"{len(records) - len(found)} of {len(records)} cells have no number: "
+    return replace(check, reason="no cells" if lacking is None else missing + _why(lacking, otherwise))
+
+
+def _why(r: Record, otherwise: str) -> str:
+    return f"{r['status']}: {r['reason']}" if r["status"] != "ok" else r["memory_reason"] or otherwise
+
+
+_CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
+    "forward": _forward, "half": _half, "training": _training, "decode": _decode, "window": _window, "memory": _memory,
+}  # fmt: skip
