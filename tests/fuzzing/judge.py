@@ -199,7 +199,7 @@ class _Trial:
     def _sequences_alone(self) -> Any:
         """A batch-invariant call's last sequence as a call of its own, where its variant does not ask which it is."""
         call, spec = self.call, self.call.spec
-        if not spec.batch_invariant or {"B", "QP", "KP"} & variables(*spec.expressions):
+        if not spec.batch_invariant or any({"B", "QP", "KP"} & variables(expr) for expr in spec.expressions):
             return
         if spec.lengths is None:
             rows = cols = np.s_[-1:]
