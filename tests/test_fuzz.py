@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any
@@ -12,11 +13,17 @@ import numpy as np
 import pytest
 
 from tests.conformance.wrong_kernels import BACKWARD_MISTAKES, SPEC_MISTAKES, STATE_MISTAKES, Wrong
+from tests.expressions import Expressions
+from tests.fuzzing.dice import Dice
 from tests.fuzzing.judge import judge
 from tests.fuzzing.memory import Memory
+from tests.fuzzing.rounding import error_ops
 from tests.fuzzing.variants import MASKS, SCORES
+from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS, dense_env
 from tilewise import arrays, dispatch
+from tilewise.expr import Loaded, evaluate, nodes
 from tilewise.kernels.numpy import NumpyKernel
+from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Grads, Partial, Tile
 from tilewise.variants import VARIANTS
 
@@ -52,6 +59,30 @@ def test_a_case_is_its_seed() -> None:
 
 def test_every_named_variant_is_drawn() -> None:
     assert VARIANTS.keys() - MASKS.keys() - SCORES.keys() == set()
+
+
+# -- the bound of rounding --------------------------------------------------------------------------------------------
+
+
+def test_expressions_are_off_by_no_more_than_their_bound() -> None:
+    """Expressions of every operation in float32 and in float64: the bound holds, and mostly says something."""
+    pools = {"int": INT_ARRAYS, "float": FLOAT_ARRAYS, "bool": BOOL_ARRAYS}
+    env = {name: np.float32(x) if name == "S" else x for name, x in dense_env(dtype=np.float32).items()}
+    exact = {name: (np.float64(x) if name == "S" else x, 0.0) for name, x in env.items()}
+    known, seen = 0, Counter[str]()
+    for seed in range(400):
+        dice = Dice(seed)
+        drawn = Expressions(dice.below, lambda kind, dice=dice: Loaded(dice.one_of(pools[kind])))
+        expr = drawn.number(dice.between(1, 4), scores=True)
+        with np.errstate(all="ignore"):
+            found = evaluate(expr, env, numpy_ops(np.float32))
+            value, error = evaluate(expr, exact, error_ops("float32"))
+            off = np.where(found == value, 0, np.abs(found - value))  # infinite ones are equal or not
+        assert np.all((off <= error) | (error == np.inf)), f"seed {seed}: {expr!r}"
+        known += bool(np.all(error <= 1e-3 * (1 + np.abs(value))))
+        seen.update(node.op for node in nodes(expr))
+    assert known > 200
+    assert {"exp", "log", "tanh", "div", "mod", "floordiv", "where", "lt", "not", "load"} <= seen.keys()
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
