@@ -99,7 +99,10 @@ def error_ops(dtype: str) -> OpTable:
         return rounded(values["log"](a[0]), error)
 
     def tanh(a: Pair) -> Pair:
-        return rounded(np.tanh(a[0]), np.tanh(a[0] + a[1]) - np.tanh(a[0] - a[1]) + FUNCTION * unit)
+        error = np.tanh(a[0] + a[1]) - np.tanh(a[0] - a[1]) + FUNCTION * unit
+        return rounded(
+            np.tanh(a[0]), np.where(a[1] == np.inf, np.inf, error)
+        )  # NaN, perhaps
 
     def where(c: Pair, a: Pair, b: Pair) -> Pair:
         value = np.where(c[0], a[0], b[0])
