@@ -71,7 +71,7 @@ void pack_backward_queries(const BackwardCall& call, const PackedBackward& packe
     T* delta = mutable_row_of<T>(call.delta, packed.b, h, first);
     for (int64_t r = 0; r < end - begin; r++) {
         const Stored *x = d_out + r * call.d_out.row, *y = row_of<Stored>(f.out, packed.b, h, first + r);
-        T sum = 0;
+        T sum = 0;  // in the order of d_out @ v.T, so that the two round alike: they are subtracted
         for (int64_t c = 0; c < f.d_v; c++) sum += T(widened(x[c])) * T(widened(y[c]));
         delta[r] += sum;
     }
