@@ -108,6 +108,11 @@ std::vector<Packed> key_heads(const Call& call) {
     return all;
 }
 
+// For tasks that others, already running, have yet to finish.
+void wait_for(const std::atomic<int>& left) {
+    while (left > 0) std::this_thread::yield();
+}
+
 int64_t group_of(const Call& call) { return call.heads / call.heads_k; }
 
 struct PackTask {
@@ -162,7 +167,7 @@ int forward_wave(const Call& call, std::vector<Packed>& heads, char* memory, Int
             unpacked[size_t(task.head)]--;
         } else {
             const QueryTask& task = queries[size_t(i - first)];
-            while (unpacked[size_t(task.head)] > 0) std::this_thread::yield();
+            wait_for(unpacked[size_t(task.head)]);
             path().forward(call, heads[size_t(task.head)], task.h, task.tile, room);
         }
     });
@@ -241,78 +246,97 @@ std::vector<PackedBackward> key_heads(const BackwardCall& call) {
     return all;
 }
 
-// Some rows of a head: of its keys (g < 0), or of the queries of one of its query heads.
-struct RowsTask {
-    const PackedBackward* packed;
-    int64_t g, begin, end;
+// What is done for a head: its keys and queries are packed, its splits computed when all of that is there, and the sums
+// over splits when all splits are.
+enum class Step { PACK_KEYS, PACK_QUERIES, SPLIT, SUM };
+struct BackwardTask {
+    Step step;
+    int64_t head, g, begin, end;  // rows; for a split, begin is its number
 };
-void add_rows(std::vector<RowsTask>& tasks, const PackedBackward* packed, int64_t g, int64_t n) {
-    for (int64_t i = 0; i < n; i += PACK_ROWS) tasks.push_back({packed, g, i, std::min(i + PACK_ROWS, n)});
+struct Progress {
+    std::atomic<int> unpacked{0}, unsplit{0};
+};
+
+void add_rows(std::vector<BackwardTask>& tasks, Step step, int64_t head, int64_t g, int64_t n) {
+    for (int64_t i = 0; i < n; i += PACK_ROWS) tasks.push_back({step, head, g, i, std::min(i + PACK_ROWS, n)});
 }
 
-int pack_backward(const BackwardCall& call, PackedBackward* first, PackedBackward* last, char* memory, Interrupted interrupted) {
-    std::vector<RowsTask> tasks;
-    for (PackedBackward* p = first; p < last; p++) {
-        memory += path().lay_out_backward(call, *p, memory);
-        add_rows(tasks, p, -1, p->sequence->n_k);
-        for (int64_t g = 0; g < group_of(call.forward); g++) add_rows(tasks, p, g, p->sequence->n_q);
+// The tasks of these heads, in groups that run one after the other: packing first, sums last. Where splits add to the
+// same cells of an array's gradient, each of them begins a group.
+std::vector<std::vector<BackwardTask>> backward_tasks(const BackwardCall& call, const std::vector<PackedBackward>& heads) {
+    std::vector<std::vector<BackwardTask>> groups(1);
+    for (size_t i = 0; i < heads.size(); i++) {
+        add_rows(groups[0], Step::PACK_KEYS, int64_t(i), 0, heads[i].sequence->n_k);
+        for (int64_t g = 0; g < group_of(call.forward); g++)
+            add_rows(groups[0], Step::PACK_QUERIES, int64_t(i), g, heads[i].sequence->n_q);
     }
-    return run_tasks(int64_t(tasks.size()), path().pack_backward_scratch(call), interrupted, [&](int64_t i, void* room) {
-        const RowsTask& t = tasks[size_t(i)];
-        if (t.g < 0) path().pack_backward_keys(call, *t.packed, t.begin, t.end, room);
-        else path().pack_backward_queries(call, *t.packed, t.g, t.begin, t.end, room);
-    });
-}
-
-struct SplitTask {
-    const PackedBackward* packed;
-    int64_t split;
-};
-
-// The tasks of these heads, in groups: the tasks of a group may run at the same time, groups run one after the other.
-std::vector<std::vector<SplitTask>> split_tasks(const BackwardCall& call, const PackedBackward* first, const PackedBackward* last) {
-    std::vector<std::vector<SplitTask>> groups;
-    for (const PackedBackward* p = first; p < last; p++)
-        for (int64_t split = 0; split < p->splits; split++) {
-            bool alone = call.turns == ALL_IN_TURN || (call.turns == HEADS_IN_TURN && split == 0);
-            if (groups.empty() || alone) groups.emplace_back();
-            groups.back().push_back({p, split});
+    for (size_t i = 0; i < heads.size(); i++)
+        for (int64_t split = 0; split < heads[i].splits; split++) {
+            if (call.turns == ALL_IN_TURN || (call.turns == HEADS_IN_TURN && split == 0)) groups.emplace_back();
+            groups.back().push_back({Step::SPLIT, int64_t(i), 0, split, split + 1});
         }
+    for (size_t i = 0; i < heads.size(); i++)
+        for (int64_t g = 0; g < group_of(call.forward); g++)
+            add_rows(groups.back(), Step::SUM, int64_t(i), g, heads[i].sequence->n_q);
     return groups;
 }
 
-int backward_wave(const BackwardCall& call, PackedBackward* first, PackedBackward* last, char* memory, Interrupted interrupted) {
-    int status = pack_backward(call, first, last, memory, interrupted);
-    for (const std::vector<SplitTask>& tasks : split_tasks(call, first, last)) {
-        if (status != DONE) return status;
-        size_t scratch = path().backward_scratch(call);
+void do_task(const BackwardCall& call, const PackedBackward& head, Progress& progress, const BackwardTask& task, void* room) {
+    switch (task.step) {
+        case Step::PACK_KEYS:
+            path().pack_backward_keys(call, head, task.begin, task.end, room);
+            progress.unpacked--;
+            break;
+        case Step::PACK_QUERIES:
+            path().pack_backward_queries(call, head, task.g, task.begin, task.end, room);
+            progress.unpacked--;
+            break;
+        case Step::SPLIT:
+            wait_for(progress.unpacked);
+            path().backward(call, head, task.begin, room);
+            progress.unsplit--;
+            break;
+        case Step::SUM:
+            wait_for(progress.unsplit);
+            path().sum_splits(call, head, task.g, task.begin, task.end);
+    }
+}
+
+int backward_wave(const BackwardCall& call, std::vector<PackedBackward>& heads, char* memory, Interrupted interrupted) {
+    for (PackedBackward& head : heads) memory += path().lay_out_backward(call, head, memory);
+    std::vector<std::vector<BackwardTask>> groups = backward_tasks(call, heads);
+    std::vector<Progress> progress(heads.size());
+    for (const auto& tasks : groups)
+        for (const BackwardTask& task : tasks) {
+            if (task.step == Step::SPLIT) progress[size_t(task.head)].unsplit++;
+            else if (task.step != Step::SUM) progress[size_t(task.head)].unpacked++;
+        }
+    size_t scratch = std::max(path().pack_backward_scratch(call), path().backward_scratch(call));
+    int status = DONE;
+    for (const auto& tasks : groups) {
+        if (status != DONE) break;
         status = run_tasks(int64_t(tasks.size()), scratch, interrupted, [&](int64_t i, void* room) {
-            path().backward(call, *tasks[size_t(i)].packed, tasks[size_t(i)].split, room);
+            const BackwardTask& task = tasks[size_t(i)];
+            do_task(call, heads[size_t(task.head)], progress[size_t(task.head)], task, room);
         });
     }
-    if (status != DONE) return status;
-    std::vector<RowsTask> tasks;
-    for (const PackedBackward* p = first; p < last; p++)
-        for (int64_t g = 0; g < group_of(call.forward); g++) add_rows(tasks, p, g, p->sequence->n_q);
-    return run_tasks(int64_t(tasks.size()), 0, interrupted, [&](int64_t i, void*) {
-        const RowsTask& t = tasks[size_t(i)];
-        path().sum_splits(call, *t.packed, t.g, t.begin, t.end);
-    });
+    return status;
 }
 
 int backward(const BackwardCall& call, Interrupted interrupted) {
     std::vector<PackedBackward> all = key_heads(call);
-    for (PackedBackward *first = all.data(), *last = first + all.size(), *end; first < last; first = end) {
-        size_t bytes = 0, next;
+    for (size_t first = 0, end; first < all.size(); first = end) {
+        size_t bytes = 0;
         int64_t tasks = 0;
-        for (end = first; end < last; end++) {  // as many heads as fit, and enough to keep all threads busy
-            next = path().lay_out_backward(call, *end, nullptr);
+        for (end = first; end < all.size(); end++) {  // as many heads as fit, and enough to keep all threads busy
+            size_t next = path().lay_out_backward(call, all[end], nullptr);
             if (end > first && bytes + next > WAVE_BYTES && tasks >= 2 * threads()) break;
             bytes += next;
-            tasks += end->splits;
+            tasks += all[end].splits;
         }
+        std::vector<PackedBackward> heads(all.begin() + int64_t(first), all.begin() + int64_t(end));
         Block memory(bytes);
-        int status = backward_wave(call, first, end, memory.data(), interrupted);
+        int status = backward_wave(call, heads, memory.data(), interrupted);
         if (status != DONE) return status;
     }
     return DONE;
