@@ -40,14 +40,10 @@ class CpuKernel:
         return host.unsupported(shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        if shape.backward:
-            return BACKWARD_TILE
-        # A tile that no row of queries fills would be ragged, and masks would be looked at everywhere in it.
-        return Tile(max(1, min(FORWARD_TILE.q, shape.n_q)), FORWARD_TILE.k)
+        return BACKWARD_TILE if shape.backward else FORWARD_TILE
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
-        tile = tile or self.default_tile(spec, Shape.of(spec, q, k, v))
-        return host.run_forward(partial(forward, tile=tile), spec, q, k, v)
+        return host.run_forward(partial(forward, tile=tile or FORWARD_TILE), spec, q, k, v)
 
     def backward(
         self,

@@ -100,4 +100,4 @@ def _turns(read: Expr, spec: Attention, shape: Shape) -> Turns:
 
 
 def _finished(total: Array, array: object) -> Array:
-    return arrays.narrow(total.sum(axis=0), arrays.dtype_name(array))
+    return arrays.narrow(np.asarray(total.sum(axis=0)), arrays.dtype_name(array))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,8 @@ class Marshal:
         return slot
 
     def _sequence(self, part: Shape, rows: slice, cols: slice, backward: bool) -> structs.Sequence:
-        schedule = plan(self.spec, part, self.tile)
+        # One query is a tile of its own: in a larger one it would be ragged, and its mask looked at everywhere.
+        schedule = plan(self.spec, part, replace(self.tile, q=1) if part.n_q == 1 and not backward else self.tile)
         order = {"by_key": schedule.by_key} if backward else {"by_query": schedule.by_query}
         return structs.Sequence(
             rows.start or 0, cols.start or 0, part.n_q, part.n_k, part.first_batch, part.origin_q, part.origin_k,

@@ -45,6 +45,23 @@ void pack_backward_keys(const BackwardCall& call, const PackedBackward& packed, 
     pack_columns(k, f.k.row, end - begin, int(f.d), seq.n_k, T(f.scale), columns + begin * NR<T>);
 }
 
+constexpr int DELTA_ROWS = 8;
+
+// to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
+// a time, as one sum alone would wait for itself.
+template <class T, class Stored>
+void add_products(const Stored* a, int64_t ld_a, const Stored* b, int64_t ld_b, int rows, int d, T* to) {
+    T sums[DELTA_ROWS] = {};
+    if (rows == DELTA_ROWS)
+        for (int c = 0; c < d; c++)
+#pragma GCC unroll 8
+            for (int r = 0; r < DELTA_ROWS; r++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
+    else
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < d; c++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
+    for (int r = 0; r < rows; r++) to[r] += sums[r];
+}
+
 // Also delta = sum(d_out * out) - d_lse of each row; the caller has put -d_lse there.
 template <class T, class Stored>
 void pack_backward_queries(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end, void* scratch) {
@@ -69,11 +86,10 @@ void pack_backward_queries(const BackwardCall& call, const PackedBackward& packe
             memset(d_out_columns + c * rows + end * NR<T>, 0, size_t((rows - end) * NR<T>) * sizeof(T));
     }
     T* delta = mutable_row_of<T>(call.delta, packed.b, h, first);
-    for (int64_t r = 0; r < end - begin; r++) {
-        const Stored *x = d_out + r * call.d_out.row, *y = row_of<Stored>(f.out, packed.b, h, first + r);
-        T sum = 0;
-        for (int64_t c = 0; c < f.d_v; c++) sum += T(widened(x[c])) * T(widened(y[c]));
-        delta[r] += sum;
+    for (int64_t r = 0; r < end - begin; r += DELTA_ROWS) {
+        int have = int(smaller<int64_t>(DELTA_ROWS, end - begin - r));
+        add_products(row_of<Stored>(f.out, packed.b, h, first + r), f.out.row, d_out + r * call.d_out.row, call.d_out.row,
+                     have, int(f.d_v), delta + r);
     }
 }
 
@@ -348,19 +364,19 @@ void backward_split(const BackwardCall& call, const PackedBackward& packed, int6
     BackwardSplit<T>(call, room).template run<Stored>(packed, split);
 }
 
-// d_q of the splits, added in their order.
+// d_q of the splits, added in their order into the first one's.
 template <class T, class Stored>
 void sum_splits(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
     const Call& f = call.forward;
     int64_t rows = round_up(packed.sequence->n_q, MR), columns = padded_columns<T>(f.d), group = f.heads / f.heads_k;
     for (int64_t r = begin; r < end; r++) {
         Stored* to = mutable_row_of<Stored>(call.d_q, packed.b, packed.hk * group + g, packed.sequence->q_begin + r);
-        const T* from = static_cast<T*>(packed.d_q) + (g * rows + r) * columns;
-        for (int64_t c = 0; c < f.d; c++) {
-            T sum = 0;
-            for (int64_t s = 0; s < packed.splits; s++) sum += from[s * group * rows * columns + c];
-            narrow(sum, to + c);
+        T* sum = static_cast<T*>(packed.d_q) + (g * rows + r) * columns;
+        for (int64_t s = 1; s < packed.splits; s++) {
+            const T* more = sum + s * group * rows * columns;
+            for (int64_t c = 0; c < columns; c += VL<T>) store(sum + c, load(sum + c) + load(more + c));
         }
+        for (int64_t c = 0; c < f.d; c++) narrow(sum[c], to + c);
     }
 }
 

@@ -75,11 +75,7 @@ void dots(const T* q, int d, const Stored* k, int64_t ld, int n, T* s, int64_t l
 // acc[g] = acc[g] * rescale[g] + sum of p[g][j] * v[j], for C vectors of columns.
 template <int G, int C, bool FIRST, class T, class Stored>
 INLINE void weigh_columns(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
-    Vec<T> sum[G][C];
-#pragma GCC unroll 16
-    for (int g = 0; g < G; g++)
-#pragma GCC unroll 16
-        for (int c = 0; c < C; c++) sum[g][c] = load(acc + g * d_v + c * VL<T>) * rescale[g];
+    Vec<T> sum[G][C] = {};
     for (int j = 0; j < n; j++, v += ld) {
         if (FIRST) prefetch(v, ld, d_v);
         Vec<T> value[C];
@@ -93,17 +89,25 @@ INLINE void weigh_columns(const T* p, int64_t ld_p, const Stored* v, int64_t ld,
 #pragma GCC unroll 16
     for (int g = 0; g < G; g++)
 #pragma GCC unroll 16
-        for (int c = 0; c < C; c++) store(acc + g * d_v + c * VL<T>, sum[g][c]);
+        for (int c = 0; c < C; c++) {
+            T* at = acc + g * d_v + c * VL<T>;
+            store(at, load(at) * rescale[g] + sum[g][c]);
+        }
 }
 template <int G, class T, class Stored>
 void weigh(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
     constexpr int C = larger(1, smaller(8, VL<T> / G));  // as many sums in registers as the products of step 2 have
-    int c = 0;
-    for (; c + C * VL<T> <= d_v; c += C * VL<T>) {
-        if (c == 0) weigh_columns<G, C, true>(p, ld_p, v, ld, n, d_v, acc, rescale);
-        else weigh_columns<G, C, false>(p, ld_p, v + c, ld, n, d_v, acc + c, rescale);
+    constexpr int KEYS = 64;                             // short sums, then their sum: less is lost in rounding
+    T ones[G];
+    for (int g = 0; g < G; g++) ones[g] = 1;
+    for (int j = 0; j < n; j += KEYS, p += KEYS, v += KEYS * ld, rescale = ones) {
+        int keys = smaller(KEYS, n - j), c = 0;
+        for (; c + C * VL<T> <= d_v; c += C * VL<T>) {
+            if (c == 0) weigh_columns<G, C, true>(p, ld_p, v, ld, keys, d_v, acc, rescale);
+            else weigh_columns<G, C, false>(p, ld_p, v + c, ld, keys, d_v, acc + c, rescale);
+        }
+        for (; c < d_v; c += VL<T>) weigh_columns<G, 1, false>(p, ld_p, v + c, ld, keys, d_v, acc + c, rescale);
     }
-    for (; c < d_v; c += VL<T>) weigh_columns<G, 1, false>(p, ld_p, v + c, ld, n, d_v, acc + c, rescale);
 }
 
 // -- one split of the keys of one key head ----------------------------------------------------------------------------

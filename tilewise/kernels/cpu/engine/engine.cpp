@@ -5,9 +5,10 @@
 #include <string.h>
 
 #include <algorithm>
-#include <memory>
+#include <atomic>
 #include <mutex>
 #include <new>
+#include <thread>
 #include <vector>
 
 #include "machine.h"
@@ -107,63 +108,83 @@ std::vector<Packed> key_heads(const Call& call) {
     return all;
 }
 
-struct PackTask {
-    const Packed* packed;
-    int64_t begin;
-};
-struct QueryTask {
-    const Packed* packed;
-    int64_t h, tile;
-};
-
-// Packs the keys and values of these heads into `memory`.
-int pack_all(const Call& call, Packed* first, Packed* last, char* memory, Interrupted interrupted) {
-    std::vector<PackTask> tasks;
-    for (Packed* p = first; p < last; p++) {
-        path().lay_out(call, *p, memory);
-        memory += path().packed_bytes(call, p->sequence->n_k);
-        for (int64_t k = 0; k < p->sequence->n_k; k += PACK_ROWS) tasks.push_back({p, k});
-    }
-    return run_tasks(int64_t(tasks.size()), path().pack_scratch(call), interrupted, [&](int64_t i, void* scratch) {
-        const PackTask& task = tasks[size_t(i)];
-        int64_t end = std::min(task.begin + PACK_ROWS, task.packed->sequence->n_k);
-        path().pack(call, *task.packed, task.begin, end, scratch);
-    });
+// For tasks that others, already running, have yet to finish.
+void wait_for(const std::atomic<int>& left) {
+    while (left > 0) std::this_thread::yield();
 }
 
-// The last queries of a causal mask have most keys: they come first, so that no long task is left for the end.
-std::vector<QueryTask> query_tasks(const Call& call, const Packed* first, const Packed* last) {
+int64_t group_of(const Call& call) { return call.heads / call.heads_k; }
+
+struct PackTask {
+    int64_t head, begin;
+};
+struct QueryTask {
+    int64_t head, h, tile, work;
+};
+
+// How many scores a tile of queries visits.
+int64_t work_of(const Call& call, const Packed& head, int64_t h, int64_t tile) {
+    const Sequence& seq = *head.sequence;
+    const int64_t* offsets = seq.by_query.offsets + head.b * seq.by_query.batch + h * seq.by_query.head + tile;
+    int64_t tiles = 0;
+    for (int64_t i = offsets[0]; i < offsets[1]; i++) tiles += seq.by_query.table[i][1] - seq.by_query.table[i][0];
+    return tiles * std::min(call.tile_q, seq.n_q - tile * call.tile_q);
+}
+
+// The longest tasks come first, so that none is left for the end: the last queries of a causal mask have most keys.
+std::vector<QueryTask> query_tasks(const Call& call, const std::vector<Packed>& heads) {
     std::vector<QueryTask> tasks;
-    int64_t group = call.heads / call.heads_k;
-    for (const Packed* p = first; p < last; p++)
-        for (int64_t tile = (p->sequence->n_q + call.tile_q - 1) / call.tile_q; tile-- > 0;)
-            for (int64_t g = 0; g < group; g++) tasks.push_back({p, p->hk * group + g, tile});
+    for (size_t i = 0; i < heads.size(); i++)
+        for (int64_t tile = 0; tile * call.tile_q < heads[i].sequence->n_q; tile++)
+            for (int64_t g = 0; g < group_of(call); g++) {
+                int64_t h = heads[i].hk * group_of(call) + g;
+                tasks.push_back({int64_t(i), h, tile, work_of(call, heads[i], h, tile)});
+            }
+    std::stable_sort(tasks.begin(), tasks.end(), [](const QueryTask& a, const QueryTask& b) { return a.work > b.work; });
     return tasks;
 }
 
-// The heads that are packed at the same time: as many as fit, one at least.
-Packed* wave_end(const Call& call, Packed* first, Packed* last, size_t& bytes) {
-    bytes = 0;
-    Packed* end = first;
-    do bytes += path().packed_bytes(call, end++->sequence->n_k);
-    while (end < last && bytes + path().packed_bytes(call, end->sequence->n_k) <= WAVE_BYTES);
-    return end;
+// -- forward ----------------------------------------------------------------------------------------------------------
+
+// Packs the keys and values of these heads into `memory`, then attends. Both are tasks of one run: a head's queries wait
+// for its keys alone, and packing, which comes first, waits for nobody.
+int forward_wave(const Call& call, std::vector<Packed>& heads, char* memory, Interrupted interrupted) {
+    std::vector<PackTask> packs;
+    std::vector<std::atomic<int>> unpacked(heads.size());
+    for (size_t i = 0; i < heads.size(); i++) {
+        path().lay_out(call, heads[i], memory);
+        memory += path().packed_bytes(call, heads[i].sequence->n_k);
+        for (int64_t k = 0; k < heads[i].sequence->n_k; k += PACK_ROWS, unpacked[i]++) packs.push_back({int64_t(i), k});
+    }
+    std::vector<QueryTask> queries = query_tasks(call, heads);
+    size_t scratch = std::max(path().pack_scratch(call), path().forward_scratch(call));
+    int64_t first = int64_t(packs.size()), all = first + int64_t(queries.size());
+    return run_tasks(all, scratch, interrupted, [&](int64_t i, void* room) {
+        if (i < first) {
+            const PackTask& task = packs[size_t(i)];
+            const Packed& head = heads[size_t(task.head)];
+            path().pack(call, head, task.begin, std::min(task.begin + PACK_ROWS, head.sequence->n_k), room);
+            unpacked[size_t(task.head)]--;
+        } else {
+            const QueryTask& task = queries[size_t(i - first)];
+            wait_for(unpacked[size_t(task.head)]);
+            path().forward(call, heads[size_t(task.head)], task.h, task.tile, room);
+        }
+    });
 }
 
-int forward(const Call& call, Interrupted interrupted) {
-    std::vector<Packed> all = key_heads(call);
-    size_t scratch = path().forward_scratch(call);
-    for (Packed *first = all.data(), *last = first + all.size(), *end; first < last; first = end) {
-        size_t bytes;
-        end = wave_end(call, first, last, bytes);
-        Block packed(bytes);
-        int status = pack_all(call, first, end, packed.data(), interrupted);
-        if (status != DONE) return status;
-        std::vector<QueryTask> tasks = query_tasks(call, first, end);
-        status = run_tasks(int64_t(tasks.size()), scratch, interrupted, [&](int64_t i, void* room) {
-            const QueryTask& task = tasks[size_t(i)];
-            path().forward(call, *task.packed, task.h, task.tile, room);
-        });
+// As many heads at a time as fit, one at least.
+int attend(const Call& call, const std::vector<Packed>& all, Interrupted interrupted) {
+    for (size_t first = 0, end; first < all.size(); first = end) {
+        size_t bytes = 0;
+        for (end = first; end < all.size(); end++) {
+            size_t next = path().packed_bytes(call, all[end].sequence->n_k);
+            if (end > first && bytes + next > WAVE_BYTES) break;
+            bytes += next;
+        }
+        std::vector<Packed> heads(all.begin() + int64_t(first), all.begin() + int64_t(end));
+        Block memory(bytes);
+        int status = forward_wave(call, heads, memory.data(), interrupted);
         if (status != DONE) return status;
     }
     return DONE;
@@ -173,13 +194,7 @@ int forward(const Call& call, Interrupted interrupted) {
 
 constexpr int64_t DECODE_SPLIT = 2048;  // keys a task; by their number alone, so that bits do not depend on the machine
 
-bool is_decode(const Call& call) {
-    return std::all_of(call.sequences, call.sequences + call.n_sequences, [](const Sequence& s) { return s.n_q <= 1; });
-}
-
-int decode(const Call& call, Interrupted interrupted) {
-    std::vector<Packed> heads = key_heads(call);
-    heads.erase(std::remove_if(heads.begin(), heads.end(), [](const Packed& p) { return p.sequence->n_q == 0; }), heads.end());
+int decode(const Call& call, const std::vector<Packed>& heads, Interrupted interrupted) {
     size_t bytes = path().decode_partial_bytes(call);
     std::vector<int64_t> first_split(1, 0);  // of each head
     struct Task {
@@ -204,6 +219,15 @@ int decode(const Call& call, Interrupted interrupted) {
     });
 }
 
+// A sequence takes its way by its own length alone, so that it has the same bits whatever it is packed with.
+int forward(const Call& call, Interrupted interrupted) {
+    std::vector<Packed> tiled, single;
+    for (const Packed& head : key_heads(call))
+        if (head.sequence->n_q > 0) (head.sequence->n_q == 1 ? single : tiled).push_back(head);
+    int status = attend(call, tiled, interrupted);
+    return status != DONE ? status : decode(call, single, interrupted);
+}
+
 // -- backward ---------------------------------------------------------------------------------------------------------
 
 std::vector<PackedBackward> key_heads(const BackwardCall& call) {
@@ -222,78 +246,97 @@ std::vector<PackedBackward> key_heads(const BackwardCall& call) {
     return all;
 }
 
-// Some rows of a head: of its keys (g < 0), or of the queries of one of its query heads.
-struct RowsTask {
-    const PackedBackward* packed;
-    int64_t g, begin, end;
+// What is done for a head: its keys and queries are packed, its splits computed when all of that is there, and the sums
+// over splits when all splits are.
+enum class Step { PACK_KEYS, PACK_QUERIES, SPLIT, SUM };
+struct BackwardTask {
+    Step step;
+    int64_t head, g, begin, end;  // rows; for a split, begin is its number
 };
-void add_rows(std::vector<RowsTask>& tasks, const PackedBackward* packed, int64_t g, int64_t n) {
-    for (int64_t i = 0; i < n; i += PACK_ROWS) tasks.push_back({packed, g, i, std::min(i + PACK_ROWS, n)});
+struct Progress {
+    std::atomic<int> unpacked{0}, unsplit{0};
+};
+
+void add_rows(std::vector<BackwardTask>& tasks, Step step, int64_t head, int64_t g, int64_t n) {
+    for (int64_t i = 0; i < n; i += PACK_ROWS) tasks.push_back({step, head, g, i, std::min(i + PACK_ROWS, n)});
 }
 
-int pack_backward(const BackwardCall& call, PackedBackward* first, PackedBackward* last, char* memory, Interrupted interrupted) {
-    std::vector<RowsTask> tasks;
-    for (PackedBackward* p = first; p < last; p++) {
-        memory += path().lay_out_backward(call, *p, memory);
-        add_rows(tasks, p, -1, p->sequence->n_k);
-        for (int64_t g = 0; g < call.forward.heads / call.forward.heads_k; g++) add_rows(tasks, p, g, p->sequence->n_q);
+// The tasks of these heads, in groups that run one after the other: packing first, sums last. Where splits add to the
+// same cells of an array's gradient, each of them begins a group.
+std::vector<std::vector<BackwardTask>> backward_tasks(const BackwardCall& call, const std::vector<PackedBackward>& heads) {
+    std::vector<std::vector<BackwardTask>> groups(1);
+    for (size_t i = 0; i < heads.size(); i++) {
+        add_rows(groups[0], Step::PACK_KEYS, int64_t(i), 0, heads[i].sequence->n_k);
+        for (int64_t g = 0; g < group_of(call.forward); g++)
+            add_rows(groups[0], Step::PACK_QUERIES, int64_t(i), g, heads[i].sequence->n_q);
     }
-    return run_tasks(int64_t(tasks.size()), path().pack_backward_scratch(call), interrupted, [&](int64_t i, void* room) {
-        const RowsTask& t = tasks[size_t(i)];
-        if (t.g < 0) path().pack_backward_keys(call, *t.packed, t.begin, t.end, room);
-        else path().pack_backward_queries(call, *t.packed, t.g, t.begin, t.end, room);
-    });
-}
-
-struct SplitTask {
-    const PackedBackward* packed;
-    int64_t split;
-};
-
-// The tasks of these heads, in groups: the tasks of a group may run at the same time, groups run one after the other.
-std::vector<std::vector<SplitTask>> split_tasks(const BackwardCall& call, const PackedBackward* first, const PackedBackward* last) {
-    std::vector<std::vector<SplitTask>> groups;
-    for (const PackedBackward* p = first; p < last; p++)
-        for (int64_t split = 0; split < p->splits; split++) {
-            bool alone = call.turns == ALL_IN_TURN || (call.turns == HEADS_IN_TURN && split == 0);
-            if (groups.empty() || alone) groups.emplace_back();
-            groups.back().push_back({p, split});
+    for (size_t i = 0; i < heads.size(); i++)
+        for (int64_t split = 0; split < heads[i].splits; split++) {
+            if (call.turns == ALL_IN_TURN || (call.turns == HEADS_IN_TURN && split == 0)) groups.emplace_back();
+            groups.back().push_back({Step::SPLIT, int64_t(i), 0, split, split + 1});
         }
+    for (size_t i = 0; i < heads.size(); i++)
+        for (int64_t g = 0; g < group_of(call.forward); g++)
+            add_rows(groups.back(), Step::SUM, int64_t(i), g, heads[i].sequence->n_q);
     return groups;
 }
 
-int backward_wave(const BackwardCall& call, PackedBackward* first, PackedBackward* last, char* memory, Interrupted interrupted) {
-    int status = pack_backward(call, first, last, memory, interrupted);
-    for (const std::vector<SplitTask>& tasks : split_tasks(call, first, last)) {
-        if (status != DONE) return status;
-        size_t scratch = path().backward_scratch(call);
+void do_task(const BackwardCall& call, const PackedBackward& head, Progress& progress, const BackwardTask& task, void* room) {
+    switch (task.step) {
+        case Step::PACK_KEYS:
+            path().pack_backward_keys(call, head, task.begin, task.end, room);
+            progress.unpacked--;
+            break;
+        case Step::PACK_QUERIES:
+            path().pack_backward_queries(call, head, task.g, task.begin, task.end, room);
+            progress.unpacked--;
+            break;
+        case Step::SPLIT:
+            wait_for(progress.unpacked);
+            path().backward(call, head, task.begin, room);
+            progress.unsplit--;
+            break;
+        case Step::SUM:
+            wait_for(progress.unsplit);
+            path().sum_splits(call, head, task.g, task.begin, task.end);
+    }
+}
+
+int backward_wave(const BackwardCall& call, std::vector<PackedBackward>& heads, char* memory, Interrupted interrupted) {
+    for (PackedBackward& head : heads) memory += path().lay_out_backward(call, head, memory);
+    std::vector<std::vector<BackwardTask>> groups = backward_tasks(call, heads);
+    std::vector<Progress> progress(heads.size());
+    for (const auto& tasks : groups)
+        for (const BackwardTask& task : tasks) {
+            if (task.step == Step::SPLIT) progress[size_t(task.head)].unsplit++;
+            else if (task.step != Step::SUM) progress[size_t(task.head)].unpacked++;
+        }
+    size_t scratch = std::max(path().pack_backward_scratch(call), path().backward_scratch(call));
+    int status = DONE;
+    for (const auto& tasks : groups) {
+        if (status != DONE) break;
         status = run_tasks(int64_t(tasks.size()), scratch, interrupted, [&](int64_t i, void* room) {
-            path().backward(call, *tasks[size_t(i)].packed, tasks[size_t(i)].split, room);
+            const BackwardTask& task = tasks[size_t(i)];
+            do_task(call, heads[size_t(task.head)], progress[size_t(task.head)], task, room);
         });
     }
-    if (status != DONE) return status;
-    std::vector<RowsTask> tasks;
-    for (const PackedBackward* p = first; p < last; p++)
-        for (int64_t g = 0; g < call.forward.heads / call.forward.heads_k; g++) add_rows(tasks, p, g, p->sequence->n_q);
-    return run_tasks(int64_t(tasks.size()), 0, interrupted, [&](int64_t i, void*) {
-        const RowsTask& t = tasks[size_t(i)];
-        path().sum_splits(call, *t.packed, t.g, t.begin, t.end);
-    });
+    return status;
 }
 
 int backward(const BackwardCall& call, Interrupted interrupted) {
     std::vector<PackedBackward> all = key_heads(call);
-    for (PackedBackward *first = all.data(), *last = first + all.size(), *end; first < last; first = end) {
-        size_t bytes = 0, next;
+    for (size_t first = 0, end; first < all.size(); first = end) {
+        size_t bytes = 0;
         int64_t tasks = 0;
-        for (end = first; end < last; end++) {  // as many heads as fit, and enough to keep all threads busy
-            next = path().lay_out_backward(call, *end, nullptr);
+        for (end = first; end < all.size(); end++) {  // as many heads as fit, and enough to keep all threads busy
+            size_t next = path().lay_out_backward(call, all[end], nullptr);
             if (end > first && bytes + next > WAVE_BYTES && tasks >= 2 * threads()) break;
             bytes += next;
-            tasks += end->splits;
+            tasks += all[end].splits;
         }
+        std::vector<PackedBackward> heads(all.begin() + int64_t(first), all.begin() + int64_t(end));
         Block memory(bytes);
-        int status = backward_wave(call, first, end, memory.data(), interrupted);
+        int status = backward_wave(call, heads, memory.data(), interrupted);
         if (status != DONE) return status;
     }
     return DONE;
@@ -338,7 +381,7 @@ API void tilewise_set_python(void* (*save_thread)(), void (*restore_thread)(void
     python = {save_thread, restore_thread, check_signals};
 }
 API int tilewise_forward(const Call* call) {
-    return without_lock([&](Interrupted interrupted) { return is_decode(*call) ? decode(*call, interrupted) : forward(*call, interrupted); });
+    return without_lock([&](Interrupted interrupted) { return forward(*call, interrupted); });
 }
 API int tilewise_backward(const BackwardCall* call) {
     return without_lock([&](Interrupted interrupted) { return backward(*call, interrupted); });

@@ -67,7 +67,8 @@ void finish_row(const Call& call, int64_t b, int64_t h, int64_t row, T row_max, 
     const T* sinks = static_cast<const T*>(call.sinks);
     T* lse = mutable_row_of<T>(call.lse, b, h, row);
     T factor = row_sum == 0 ? T(0) : 1 / row_sum;
-    *lse = row_sum == 0 ? -INF<T> : row_max + log_of(row_sum);
+    // In double: the backward pass takes every weight of the row from lse.
+    *lse = row_sum == 0 ? -INF<T> : T(double(row_max) + __builtin_log(double(row_sum)));
     if (sinks != nullptr) factor *= add_sink(*lse, sinks[h]);
     Stored* out = mutable_row_of<Stored>(call.out, b, h, row);
     for (int64_t c = 0; c < call.d_v; c++) narrow(acc[c] * factor, out + c);

@@ -24,6 +24,14 @@ INLINE void turn_block(const float* from, int64_t ld, float* to, int64_t ld_to) 
         _mm256_storeu_ps(to + (i + 4) * ld_to, _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
     }
 }
+
+// A 4 x 4 block.
+INLINE void turn_small_block(const float* from, int64_t ld, float* to, int64_t ld_to) {
+    __m128 r[4];
+    for (int i = 0; i < 4; i++) r[i] = _mm_loadu_ps(from + i * ld);
+    _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+    for (int i = 0; i < 4; i++) _mm_storeu_ps(to + i * ld_to, r[i]);
+}
 #endif
 
 // to[c][r] = from[r][c] for rows x cols numbers.
@@ -36,6 +44,12 @@ template <class T> void turn(const T* from, int64_t ld, int rows, int cols, T* t
             for (; c + 8 <= cols; c += 8) turn_block(from + r * ld + c, ld, to + c * ld_to + r, ld_to);
             for (; c < cols; c++)
                 for (int i = r; i < r + 8; i++) to[c * ld_to + i] = from[i * ld + c];
+        }
+        for (; r + 4 <= rows; r += 4) {
+            int c = 0;
+            for (; c + 4 <= cols; c += 4) turn_small_block(from + r * ld + c, ld, to + c * ld_to + r, ld_to);
+            for (; c < cols; c++)
+                for (int i = r; i < r + 4; i++) to[c * ld_to + i] = from[i * ld + c];
         }
     }
 #endif

@@ -2,6 +2,9 @@
 
 #include <pthread.h>
 #include <stdlib.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +15,7 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #include "engine.h"
 
@@ -65,12 +69,37 @@ struct Job {
     }
 };
 
+// A thread that is woken is often put on the processor of the one that woke it, and waits there while others idle. So
+// the threads of the pool keep off the caller's processor, as long as there are enough for all.
+class Apart {
+   public:
+    void keep(const std::vector<std::thread::native_handle_type>& others) {
+#if defined(__linux__)
+        int here = sched_getcpu();
+        if (here == avoided_ && others.size() == kept_) return;
+        cpu_set_t allowed;
+        if (here < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+        if (size_t(CPU_COUNT(&allowed)) > others.size()) CPU_CLR(size_t(here), &allowed);
+        for (auto thread : others) pthread_setaffinity_np(thread, sizeof allowed, &allowed);
+        avoided_ = here;
+        kept_ = others.size();
+#else
+        (void)others;
+#endif
+    }
+
+   private:
+    int avoided_ = -1;
+    size_t kept_ = 0;
+};
+
 class Pool {
    public:
     void run(Job& job, int wanted, Interrupted interrupted) {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             start(wanted);
+            if (wanted > 0) apart_.keep(threads_);
             open_.push_back({&job, wanted});
         }
         wake_.notify_all();
@@ -93,9 +122,11 @@ class Pool {
     };
 
     void start(int wanted) {
-        for (; size_ < wanted; size_++) {
+        while (threads_.size() < size_t(wanted)) {
             try {
-                std::thread(&Pool::serve, this).detach();
+                std::thread thread(&Pool::serve, this);
+                threads_.push_back(thread.native_handle());
+                thread.detach();  // it never ends
             } catch (const std::system_error&) {
                 return;  // fewer threads do the same work
             }
@@ -124,7 +155,8 @@ class Pool {
     std::mutex mutex_;
     std::condition_variable wake_, left_;
     std::list<Open> open_;
-    int size_ = 0;
+    std::vector<std::thread::native_handle_type> threads_;
+    Apart apart_;
 };
 
 std::atomic<int> thread_count{1};
