@@ -127,10 +127,10 @@ def fork_during_a_call(kernel: str) -> None:
         while not stop.is_set():
             assert work[i]() == alone[i]
 
-    with ThreadPoolExecutor(2) as pool:
-        busy = [pool.submit(keep_calling, i) for i in range(2)]
+    with ThreadPoolExecutor(3) as pool:
+        busy = [pool.submit(keep_calling, i) for i in range(3)]
         try:
-            for i in range(30):
+            for i in range(80):
                 _in_child(lambda i=i: _check(work[i % len(work)]() == alone[i % len(work)]))
         finally:
             stop.set()

@@ -100,9 +100,7 @@ def error_ops(dtype: str) -> OpTable:
 
     def tanh(a: Pair) -> Pair:
         error = np.tanh(a[0] + a[1]) - np.tanh(a[0] - a[1]) + FUNCTION * unit
-        return rounded(
-            np.tanh(a[0]), np.where(a[1] == np.inf, np.inf, error)
-        )  # NaN, perhaps
+        return rounded(np.tanh(a[0]), np.where(a[1] == np.inf, np.inf, error))  # NaN, perhaps
 
     def where(c: Pair, a: Pair, b: Pair) -> Pair:
         value = np.where(c[0], a[0], b[0])
