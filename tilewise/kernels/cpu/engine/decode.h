@@ -41,21 +41,28 @@ template <> INLINE void sums_of<float>(const Vec<float>* v, float* to) {
 template <int G, int D, class T, class Stored>
 void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, T* s, int64_t ld_s) {
     constexpr int KEYS = VL<T> / G;
+    // One row after the other is how memory is read fastest; with many heads it is the loads of q that count.
+    constexpr int AT_ONCE = G >= 8 && KEYS >= 2 ? 2 : 1;
     const int d = D > 0 ? D : any_d;
     for (int j = 0; j < n; j += KEYS) {
         Vec<T> sums[VL<T>];
 #pragma GCC unroll 16
-        for (int i = 0; i < KEYS; i++) {
-            const Stored* row = k + smaller(j + i, n - 1) * ld;  // beyond the last key: its own again, and not kept
-            Vec<T> sum[G] = {};
+        for (int i = 0; i < KEYS; i += AT_ONCE) {
+            const Stored* rows[AT_ONCE];  // beyond the last key: its own again, and not kept
+            for (int r = 0; r < AT_ONCE; r++) rows[r] = k + smaller(j + i + r, n - 1) * ld;
+            Vec<T> sum[AT_ONCE][G] = {};
 #pragma GCC unroll 8
-            for (int x = 0; x < d; x += VL<T>) {
-                Vec<T> key = load_wide(row + x);
+            for (int x = 0; x < d; x += VL<T>)
+#pragma GCC unroll 2
+                for (int r = 0; r < AT_ONCE; r++) {
+                    Vec<T> key = load_wide(rows[r] + x);
 #pragma GCC unroll 16
-                for (int g = 0; g < G; g++) sum[g] += load(q + g * d + x) * key;
-            }
+                    for (int g = 0; g < G; g++) sum[r][g] += load(q + g * d + x) * key;
+                }
+#pragma GCC unroll 2
+            for (int r = 0; r < AT_ONCE; r++)
 #pragma GCC unroll 16
-            for (int g = 0; g < G; g++) sums[g * KEYS + i] = sum[g];
+                for (int g = 0; g < G; g++) sums[g * KEYS + i + r] = sum[r][g];
         }
         T done[VL<T>];
         sums_of<T>(sums, done);
