@@ -229,6 +229,8 @@ def _box(array: Array, box: list[Interval]) -> Interval:
 
 def _reduce(array: Array, axis: int, first: Array, last: Array, function: np.ufunc) -> Array:
     array = np.moveaxis(array, axis, 0)
+    if len(first) == len(array) and np.array_equal(first, last):  # one of each, as heads are: nothing to reduce
+        return np.moveaxis(array[first], 0, axis) if np.any(np.diff(first) != 1) else np.moveaxis(array, 0, axis)
     parts = [function.reduce(array[a : b + 1], axis=0) for a, b in zip(first, last, strict=True)]
     return np.moveaxis(np.stack(parts), 0, axis)
 

@@ -18,7 +18,7 @@ from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 # Small tiles skip more; of a run of tiles the engine takes as many at a time as its caches hold.
 FORWARD_TILE = Tile(q=96, k=64)
-BACKWARD_TILE = Tile(q=96, k=256)
+BACKWARD_TILE = Tile(q=96, k=128)
 
 
 class CpuKernel:

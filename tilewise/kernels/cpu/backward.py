@@ -100,4 +100,5 @@ def _turns(read: Expr, spec: Attention, shape: Shape) -> Turns:
 
 
 def _finished(total: Array, array: object) -> Array:
-    return arrays.narrow(np.asarray(total.sum(axis=0)), arrays.dtype_name(array))
+    summed = total[0, ...] if len(total) == 1 else np.asarray(total.sum(axis=0))
+    return arrays.narrow(summed, arrays.dtype_name(array))

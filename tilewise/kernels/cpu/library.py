@@ -9,8 +9,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tilewise.arrays import Array
+from tilewise.kernels.cpu import structs
+
 NAME = "libtilewise.dylib" if sys.platform == "darwin" else "libtilewise.so"
 _DONE, _NO_MEMORY = 0, 1
+_READ_BYTES = 256 << 20  # beyond any cache
 
 
 def path() -> Path:
@@ -123,6 +129,13 @@ def peak_flops(dtype: str = "float32") -> float:
     return float(_usable().tilewise_peak_flops(int(dtype == "float64")))
 
 
-def read_rate() -> float:
-    """Measured: bytes a second that all threads together read from main memory."""
-    return float(_usable().tilewise_read_rate())
+def read_rate(*read: Array) -> float:
+    """Measured: bytes a second at which all threads together read these arrays; without any, 256 MiB of their own.
+
+    How fast memory is depends on where it lies (on large pages or small ones), so a kernel is best compared with a
+    plain read of its own arrays.
+    """
+    library = _usable()
+    read = read or (np.ones(_READ_BYTES, np.uint8),)
+    spans = (structs.Span * len(read))(*(structs.Span(x.ctypes.data, x.nbytes) for x in read))
+    return float(library.tilewise_read_rate(spans, len(read)))

@@ -79,3 +79,7 @@ class BackwardCall(Structure):
         ("grads", c_void_p),
         ("turns", c_int32),
     ]
+
+
+class Span(Structure):
+    _fields_ = [("data", c_void_p), ("bytes", c_int64)]

@@ -1,12 +1,12 @@
 // One query a head: nothing is packed, keys and values are read once, where they are, for all query heads that share
-// them. Memory is the limit here, so rows are asked for a little before they are needed.
+// them. Memory is the limit here, and the processor fetches ahead best where rows are read whole, one after the other.
 #pragma once
 #include "forward.h"
 
 namespace {
 
-constexpr int DECODE_KEYS = 256;     // worked on at a time
-constexpr int AHEAD_BYTES = 4096;    // a page: what lies further ahead the processor finds itself
+constexpr int DECODE_KEYS = 256;  // whose weights are computed at a time
+constexpr int BATCH_KEYS = 32;    // whose rows stay in L1 while all heads of the group read them
 
 // Sums of VL vectors, as one vector.
 template <class T> INLINE void sums_of(const Vec<T>* v, T* to) {
@@ -37,47 +37,47 @@ template <> INLINE void sums_of<float>(const Vec<float>* v, float* to) {
 }
 #endif
 
-// Asks for the row that is AHEAD_BYTES further on.
-template <class Stored> INLINE void prefetch(const Stored* row, int64_t ld, int d) {
-    const int64_t bytes = d * int64_t(sizeof(Stored));
-    const char* ahead = reinterpret_cast<const char*>(row + (AHEAD_BYTES / bytes + 1) * ld);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i);
-}
-
-// s[g][j] = q[g] . k[j] for G heads and n keys; d is a multiple of VL.
-template <int G, class T, class Stored>
-void dots(const T* q, int d, const Stored* k, int64_t ld, int n, T* s, int64_t ld_s) {
+// s[g][j] = q[g] . k[j] for G heads and n keys; d is a multiple of VL, and D where the compiler is to know it.
+template <int G, int D, class T, class Stored>
+void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, T* s, int64_t ld_s) {
     constexpr int KEYS = VL<T> / G;
+    // One row after the other is how memory is read fastest; with many heads it is the loads of q that count.
+    constexpr int AT_ONCE = G >= 8 && KEYS >= 2 ? 2 : 1;
+    const int d = D > 0 ? D : any_d;
     for (int j = 0; j < n; j += KEYS) {
-        Vec<T> sum[VL<T>] = {};
-        const Stored* rows[KEYS];
-        for (int i = 0; i < KEYS; i++) {
-            rows[i] = k + smaller(j + i, n - 1) * ld;  // beyond the last key its sums are computed again, and not kept
-            prefetch(rows[i], ld, d);
+        Vec<T> sums[VL<T>];
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; i += AT_ONCE) {
+            const Stored* rows[AT_ONCE];  // beyond the last key: its own again, and not kept
+            for (int r = 0; r < AT_ONCE; r++) rows[r] = k + smaller(j + i + r, n - 1) * ld;
+            Vec<T> sum[AT_ONCE][G] = {};
+#pragma GCC unroll 8
+            for (int x = 0; x < d; x += VL<T>)
+#pragma GCC unroll 2
+                for (int r = 0; r < AT_ONCE; r++) {
+                    Vec<T> key = load_wide(rows[r] + x);
+#pragma GCC unroll 16
+                    for (int g = 0; g < G; g++) sum[r][g] += load(q + g * d + x) * key;
+                }
+#pragma GCC unroll 2
+            for (int r = 0; r < AT_ONCE; r++)
+#pragma GCC unroll 16
+                for (int g = 0; g < G; g++) sums[g * KEYS + i + r] = sum[r][g];
         }
-        for (int x = 0; x < d; x += VL<T>)
-#pragma GCC unroll 16
-            for (int i = 0; i < KEYS; i++) {
-                Vec<T> key = load_wide(rows[i] + x);
-#pragma GCC unroll 16
-                for (int g = 0; g < G; g++) sum[g * KEYS + i] += load(q + g * d + x) * key;
-            }
-        T sums[VL<T>];
-        sums_of<T>(sum, sums);
-        const int keys = smaller(KEYS, n - j);
-        if (keys == KEYS)
-            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, sums + g * KEYS, KEYS * sizeof(T));
+        T done[VL<T>];
+        sums_of<T>(sums, done);
+        if (j + KEYS <= n)
+            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, done + g * KEYS, KEYS * sizeof(T));
         else
-            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, sums + g * KEYS, size_t(keys) * sizeof(T));
+            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, done + g * KEYS, size_t(n - j) * sizeof(T));
     }
 }
 
-// acc[g] = acc[g] * rescale[g] + sum of p[g][j] * v[j], for C vectors of columns.
-template <int G, int C, bool FIRST, class T, class Stored>
-INLINE void weigh_columns(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
+// acc[g] = acc[g] * rescale[g] + sum of p[g][j] * v[j], for G heads and C vectors of columns.
+template <int G, int C, class T, class Stored>
+void weigh(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
     Vec<T> sum[G][C] = {};
     for (int j = 0; j < n; j++, v += ld) {
-        if (FIRST) prefetch(v, ld, d_v);
         Vec<T> value[C];
 #pragma GCC unroll 16
         for (int c = 0; c < C; c++) value[c] = load_wide(v + c * VL<T>);
@@ -93,21 +93,6 @@ INLINE void weigh_columns(const T* p, int64_t ld_p, const Stored* v, int64_t ld,
             T* at = acc + g * d_v + c * VL<T>;
             store(at, load(at) * rescale[g] + sum[g][c]);
         }
-}
-template <int G, class T, class Stored>
-void weigh(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
-    constexpr int C = larger(1, smaller(8, VL<T> / G));  // as many sums in registers as the products of step 2 have
-    constexpr int KEYS = 64;                             // short sums, then their sum: less is lost in rounding
-    T ones[G];
-    for (int g = 0; g < G; g++) ones[g] = 1;
-    for (int j = 0; j < n; j += KEYS, p += KEYS, v += KEYS * ld, rescale = ones) {
-        int keys = smaller(KEYS, n - j), c = 0;
-        for (; c + C * VL<T> <= d_v; c += C * VL<T>) {
-            if (c == 0) weigh_columns<G, C, true>(p, ld_p, v, ld, keys, d_v, acc, rescale);
-            else weigh_columns<G, C, false>(p, ld_p, v + c, ld, keys, d_v, acc + c, rescale);
-        }
-        for (; c < d_v; c += VL<T>) weigh_columns<G, 1, false>(p, ld_p, v + c, ld, keys, d_v, acc + c, rescale);
-    }
 }
 
 // -- one split of the keys of one key head ----------------------------------------------------------------------------
@@ -172,18 +157,18 @@ template <class T> class DecodeSplit {
         const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + begin);
         // 2 s = q @ k.T
         if (d_ == call_.d) {
-            each<Dots>(g, heads, k, call_.k.row, n);
+            all_dots(g, heads, k, call_.k.row, n);
         } else {  // a row that ends within a vector is copied, and filled up with zeros
             widen_rows(k, call_.k.row, n, int(call_.d), d_, rows_);
-            each<Dots>(g, heads, rows_, int64_t(d_), n);
+            all_dots(g, heads, rows_, int64_t(d_), n);
         }
         for (int64_t i = g; i < g + heads; i++) softmax(i, begin, n, masked);
         // 6 acc = acc * rescale + p @ v
         if (d_v_ == call_.d_v) {
-            each<Weigh>(g, heads, v, call_.v.row, n);
+            weigh_all(g, heads, v, call_.v.row, n);
         } else {
             widen_rows(v, call_.v.row, n, int(call_.d_v), d_v_, rows_);
-            each<Weigh>(g, heads, rows_, int64_t(d_v_), n);
+            weigh_all(g, heads, rows_, int64_t(d_v_), n);
         }
     }
 
@@ -195,27 +180,43 @@ template <class T> class DecodeSplit {
     }
 
     // The heads of a group, as many at a time as there are sums in registers for.
-    template <class Step, class Stored> void each(int64_t g, int64_t heads, const Stored* rows, int64_t ld, int n) {
-        const int64_t end = g + heads;
-        if constexpr (VL<T> >= 16)
-            for (; g + 16 <= end; g += 16) Step::template run<16>(*this, g, rows, ld, n);
-        if constexpr (VL<T> >= 8)
-            for (; g + 8 <= end; g += 8) Step::template run<8>(*this, g, rows, ld, n);
-        if constexpr (VL<T> >= 4)
-            for (; g + 4 <= end; g += 4) Step::template run<4>(*this, g, rows, ld, n);
-        for (; g + 2 <= end; g += 2) Step::template run<2>(*this, g, rows, ld, n);
-        for (; g < end; g++) Step::template run<1>(*this, g, rows, ld, n);
+    template <class Stored> void all_dots(int64_t first, int64_t heads, const Stored* k, int64_t ld, int n) {
+        for (int j = 0; j < n; j += BATCH_KEYS, k += BATCH_KEYS * ld) {
+            const int keys = smaller(BATCH_KEYS, n - j);
+            int64_t g = first, end = first + heads;
+            if constexpr (VL<T> >= 8)
+                for (; g + 8 <= end; g += 8) dots_of<8>(g, j, k, ld, keys);
+            if constexpr (VL<T> >= 4)
+                for (; g + 4 <= end; g += 4) dots_of<4>(g, j, k, ld, keys);
+            for (; g + 2 <= end; g += 2) dots_of<2>(g, j, k, ld, keys);
+            for (; g < end; g++) dots_of<1>(g, j, k, ld, keys);
+        }
     }
-    struct Dots {
-        template <int G, class Stored> static void run(DecodeSplit& at, int64_t g, const Stored* k, int64_t ld, int n) {
-            dots<G>(at.q_ + g * at.d_, at.d_, k, ld, n, at.s_ + g * DECODE_KEYS, DECODE_KEYS);
+    template <int G, class Stored> void dots_of(int64_t g, int j, const Stored* k, int64_t ld, int keys) {
+        T *q = q_ + g * d_, *s = s_ + g * DECODE_KEYS + j;
+        if (d_ == 64) dots<G, 64>(q, d_, k, ld, keys, s, DECODE_KEYS);
+        else if (d_ == 128) dots<G, 128>(q, d_, k, ld, keys, s, DECODE_KEYS);
+        else dots<G, 0>(q, d_, k, ld, keys, s, DECODE_KEYS);
+    }
+
+    template <class Stored> void weigh_all(int64_t first, int64_t heads, const Stored* v, int64_t ld, int n) {
+        for (int j = 0; j < n; j += BATCH_KEYS, v += BATCH_KEYS * ld) {
+            const int keys = smaller(BATCH_KEYS, n - j);
+            int64_t g = first;
+            for (; g + 2 <= first + heads; g += 2) weigh_of<2>(g, j, v, ld, keys);
+            for (; g < first + heads; g++) weigh_of<1>(g, j, v, ld, keys);
+            for (int64_t i = first; i < first + heads; i++) rescale_[i] = 1;
         }
-    };
-    struct Weigh {
-        template <int G, class Stored> static void run(DecodeSplit& at, int64_t g, const Stored* v, int64_t ld, int n) {
-            weigh<G>(at.s_ + g * DECODE_KEYS, DECODE_KEYS, v, ld, n, at.d_v_, at.acc_ + g * at.d_v_, at.rescale_ + g);
-        }
-    };
+    }
+    template <int G, class Stored> void weigh_of(int64_t g, int j, const Stored* v, int64_t ld, int keys) {
+        constexpr int C = VECTOR_BYTES == 64 ? 8 : 4;  // two heads' sums of whole rows, or of what the registers hold
+        const T* p = s_ + g * DECODE_KEYS + j;
+        int c = 0;
+        for (; c + C * VL<T> <= d_v_; c += C * VL<T>)
+            weigh<G, C>(p, DECODE_KEYS, v + c, ld, keys, d_v_, acc_ + g * d_v_ + c, rescale_ + g);
+        for (; c < d_v_; c += VL<T>)
+            weigh<G, 1>(p, DECODE_KEYS, v + c, ld, keys, d_v_, acc_ + g * d_v_ + c, rescale_ + g);
+    }
 
     void softmax(int64_t g, int64_t begin, int n, bool masked) {
         T* s = s_ + g * DECODE_KEYS;

@@ -406,8 +406,8 @@ API double tilewise_peak_flops(int is_double) {
     without_lock([&](Interrupted) { return rate = peak_flops(path(), is_double != 0), DONE; });
     return rate;
 }
-API double tilewise_read_rate() {
+API double tilewise_read_rate(const Span* spans, int n) {
     double rate = 0;
-    without_lock([&](Interrupted) { return rate = read_rate(path()), DONE; });
+    without_lock([&](Interrupted) { return rate = read_rate(path(), spans, n), DONE; });
     return rate;
 }

@@ -19,7 +19,7 @@ template <class T> double multiply_add(int64_t rounds, T* result) {
     return 2.0 * double(rounds) * SUMS * VL<T>;
 }
 
-// Every byte of [p, p + n), n a multiple of 512.
+// Every byte of [p, p + n), n a multiple of 8 vectors.
 uint64_t read_bytes(const char* p, int64_t n) {
     Vec<int64_t> sum[8] = {};
     for (int64_t i = 0; i < n; i += 8 * VECTOR_BYTES)

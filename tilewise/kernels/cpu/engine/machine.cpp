@@ -1,10 +1,4 @@
 // The machine's limits, measured with all threads at once.
-#include <stdlib.h>
-#include <string.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <chrono>
 #include <vector>
@@ -17,8 +11,8 @@ namespace {
 typedef std::chrono::steady_clock Clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-constexpr int64_t READ_BYTES = int64_t(256) << 20;  // beyond any cache
 constexpr int64_t PIECE = int64_t(1) << 20;
+constexpr int64_t ROUND = 512;  // what the loop over vectors reads at a time
 constexpr int REPEATS = 5;
 
 // The best of a few repetitions of `work` units done by all threads.
@@ -41,15 +35,15 @@ double peak_flops(const Path& path, bool is_double) {
                      [&](int64_t, void*) { path.multiply_add(is_double, rounds); });
 }
 
-double read_rate(const Path& path) {
-    char* memory = static_cast<char*>(aligned_alloc(size_t(2) << 20, size_t(READ_BYTES)));
-    if (memory == nullptr) return 0;
-#if defined(__linux__)
-    madvise(memory, size_t(READ_BYTES), MADV_HUGEPAGE);  // as NumPy asks for its large arrays
-#endif
-    memset(memory, 1, size_t(READ_BYTES));
-    double rate = best_rate(double(READ_BYTES), READ_BYTES / PIECE,
-                            [&](int64_t i, void*) { path.read_bytes(memory + i * PIECE, PIECE); });
-    free(memory);
-    return rate;
+double read_rate(const Path& path, const Span* spans, int n) {
+    std::vector<Span> pieces;
+    double bytes = 0;
+    for (int i = 0; i < n; i++)
+        for (int64_t at = 0; at + ROUND <= spans[i].bytes; at += PIECE) {
+            int64_t size = std::min(PIECE, spans[i].bytes - at) / ROUND * ROUND;
+            pieces.push_back({spans[i].data + at, size});
+            bytes += double(size);
+        }
+    return best_rate(bytes, int64_t(pieces.size()),
+                     [&](int64_t i, void*) { path.read_bytes(pieces[size_t(i)].data, pieces[size_t(i)].bytes); });
 }

@@ -159,25 +159,27 @@ template <class T> INLINE int64_t cell_of(const Slot& slot, const Index<T>* inde
     }
     return cell;
 }
+// Whether n cells are consecutive along the last dimension, as a dense mask or bias is read.
+template <class T> bool is_ramp(const Slot& slot, const Index<T>* index, int n) {
+    int last = slot.rank - 1;
+    if (last < 0 || !index[last].varies) return false;
+    for (int k = 0; k < last; k++)
+        if (index[k].varies) return false;
+    const Int<T>* at = index[last].at;
+    bool consecutive = at[0] >= 0 && at[0] + int64_t(n) <= slot.size[last];
+    for (int i = 1; i < n; i++) consecutive &= at[i] == at[0] + i;
+    return consecutive;
+}
 template <class R, class T, class Stored> void gather(const Slot& slot, const Index<T>* index, int n, R* to) {
     const Stored* data = static_cast<const Stored*>(slot.data);
-    int last = slot.rank - 1;
-    bool ramp = last >= 0 && index[last].varies;
-    for (int k = 0; k < last; k++) ramp = ramp && !index[k].varies;
-    // Consecutive cells of a row, as a dense mask or bias is read, are read as such.
-    if (ramp && n > 0) {
-        const Int<T>* at = index[last].at;
-        bool consecutive = at[0] >= 0 && at[0] + int64_t(n) <= slot.size[last];
-        for (int i = 1; i < n; i++) consecutive &= at[i] == at[0] + i;
-        if (consecutive) {
-            const Stored* from = data + cell_of<T>(slot, index, 0);
-            int64_t step = slot.stride[last];
-            if (step == 1)
-                for (int i = 0; i < n; i++) to[i] = R(widened(from[i]));
-            else
-                for (int i = 0; i < n; i++) to[i] = R(widened(from[i * step]));
-            return;
-        }
+    if (n > 0 && is_ramp(slot, index, n)) {
+        const Stored* from = data + cell_of<T>(slot, index, 0);
+        int64_t step = slot.stride[slot.rank - 1];
+        if (step == 1)
+            for (int i = 0; i < n; i++) to[i] = R(widened(from[i]));
+        else
+            for (int i = 0; i < n; i++) to[i] = R(widened(from[i * step]));
+        return;
     }
     for (int i = 0; i < n; i++) to[i] = R(widened(data[cell_of<T>(slot, index, i)]));
 }
@@ -299,7 +301,12 @@ template <class T> class Machine {
     void cells(int load, const Slot& grid, int row, int j, int n, int64_t* to) const {
         Index<T> index[MAX_RANK];
         indices(program_.code[load], EVERYWHERE, row, j, index);
-        for (int i = 0; i < (varies(load) ? n : 1); i++) to[i] = cell_of<T>(grid, index, i);
+        to[0] = cell_of<T>(grid, index, 0);
+        if (!varies(load)) return;
+        if (is_ramp(grid, index, n))
+            for (int i = 1; i < n; i++) to[i] = to[0] + i * grid.stride[grid.rank - 1];
+        else
+            for (int i = 1; i < n; i++) to[i] = cell_of<T>(grid, index, i);
     }
 
    private:
