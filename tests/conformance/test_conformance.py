@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ import tilewise as tw
 from tests.conformance.paths import forced, paths
 from tilewise import dispatch
 from tilewise.cases import Case, conformance
-from tilewise.contract import check_backward, check_forward
+from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull
 from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
 
@@ -90,6 +90,31 @@ def test_public_call_gives_the_kernels_bits(case: Case) -> None:
     assert np.array_equal(lse, call.restore(want.lse))
     assert out.shape == (*inputs.q.shape[:-1], inputs.v.shape[-1])
     assert lse.shape == inputs.q.shape[:-1]
+
+
+@pytest.mark.parametrize("name", dispatch.NAMES)
+@pytest.mark.parametrize("strange", ["sinks", "d_out", "d_lse", "d_out of another type"])
+def test_strides_and_types_beside_the_inputs(name: str, strange: str) -> None:
+    """Sinks and gradients come in any strides, and a caller's gradient need not have the result's type."""
+    case = Case("sinks", "grouped")
+    kernel = _kernel(name, case, backward=True)
+    assert kernel is not None
+    call = case.inputs().call()
+    sinks, (d_out, d_lse) = call.spec.sinks, gradients_to_pull(call)
+
+    def gradients(sinks: Any, d_out: Any, d_lse: Any) -> dict[str, Any]:
+        spec = replace(call.spec, sinks=sinks)
+        saved = kernel.forward(spec, call.q, call.k, call.v)
+        return backward_results(kernel.backward(spec, call.q, call.k, call.v, saved, d_out, d_lse))
+
+    given = {"sinks": sinks, "d_out": d_out, "d_lse": d_lse}
+    want = gradients(**given)
+    if strange in given:
+        given[strange] = np.asfortranarray(np.repeat(given[strange], 2, axis=-1))[..., ::2]
+    else:
+        given["d_out"] = d_out.astype(np.float64)  # of the same values
+    got = gradients(**given)
+    assert all(np.array_equal(got[what], value) for what, value in want.items())
 
 
 def test_every_variant_has_a_case() -> None:

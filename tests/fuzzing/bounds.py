@@ -56,7 +56,7 @@ class Bounds:
         self.unit = ROUNDING[self.wide]
         half = call.shape.dtype in ("float16", "bfloat16")
         # Weights, and what becomes of them, may be rounded to the inputs' type before they are multiplied.
-        self.rounded, self.least = (ROUNDING[call.shape.dtype], SMALLEST[call.shape.dtype]) if half else (0.0, 0.0)
+        self.rounded, self.least = ROUNDING[call.shape.dtype] if half else 0.0, SMALLEST[call.shape.dtype]
         self.ops = error_ops(self.wide)
 
     def sum_of(self, terms: int) -> float:

@@ -24,7 +24,8 @@ Pair = tuple[Any, Any]
 
 FUNCTION = 8  # roundings that exp, log and tanh may be off by
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.7e308}
-SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
+# What a number may lose near 0: to float16's coarse steps there, and in wider types to a function that gives up early.
+SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-124, "float32": 2.0**-124, "float64": 2.0**-1020}
 
 
 def error_ops(dtype: str) -> OpTable:
