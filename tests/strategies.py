@@ -8,8 +8,9 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tests.expressions import Expressions
 from tilewise import expr as ex
-from tilewise.expr import HK, NK, NQ, B, Expr, H, K, Q, S
+from tilewise.expr import Expr, Loaded
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Shape
 
@@ -41,107 +42,30 @@ BOOL_ARRAYS = [
     _rng.random((2, 1, 5, 6)) < 0.5,
 ]
 
-_INT_LEAVES = st.sampled_from([Q, K, Q, K, B, H, HK, NQ, NK, Q - K, Q + (NK - NQ) - K])
-_INT_CONSTANTS = st.integers(-9, 9).map(ex.constant)
-_FLOAT_CONSTANTS = st.sampled_from([0.0, 0.1, -0.5, 1.0, 2.5, -3.0, 1e-3, 30.0, np.inf, -np.inf, 1e30]).map(ex.constant)
-_INT_OPS = st.sampled_from(
-    ["leaf", *ex.ARITHMETIC, "leaf product", "neg", "abs", "minimum", "maximum", "where", "load"]
-)
-_FLOAT_OPS = st.sampled_from(
-    ["leaf", "int", *ex.ARITHMETIC, "neg", "abs", "minimum", "maximum", "where", "load", "exp", "log", "tanh"]
-)
-_BOOL_OPS = st.sampled_from(["ints", "ints", "floats", "and", "or", "not", "where", "load"])
-_COMPARISONS = st.sampled_from([f"__{op}__" for op in ex.COMPARISONS])
-_UNARY = {"neg": lambda a: -a, "abs": abs, "exp": ex.exp, "log": ex.log, "tanh": ex.tanh}
-_BINARY = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "div": lambda a, b: a / b,
-    "floordiv": lambda a, b: a // b,
-    "mod": lambda a, b: a % b,
-    "minimum": ex.minimum,
-    "maximum": ex.maximum,
-}
+_POOLS = {"int": INT_ARRAYS, "float": FLOAT_ARRAYS, "bool": BOOL_ARRAYS}
+_BELOW = [st.integers(0, max(n - 1, 0)) for n in range(32)]
 
 
-def _read(draw: Any, pool: list[Any], depth: int) -> Expr:
-    array = pool[draw(st.integers(0, len(pool) - 1))]
-    # A constant index outside the array is an error, not a clamp, so indices are made to depend on something.
-    return ex.load(array, *(_int(draw, depth) + 0 * Q for _ in array.shape))
+def _expressions(draw: Any) -> Expressions:
+    def below(n: int) -> int:
+        return draw(_BELOW[n])
 
-
-def _divisor(e: Expr) -> Expr:
-    return ex.constant(3) if e.op == "const" and e.payload == 0 else e
-
-
-def _int(draw: Any, depth: int) -> Expr:
-    """Whole numbers that stay small: products have a constant or two leaves."""
-    op = draw(_INT_OPS) if depth > 0 else "leaf"
-    if op == "leaf":
-        return draw(st.one_of(_INT_LEAVES, _INT_CONSTANTS))
-    if op == "leaf product":
-        return draw(_INT_LEAVES) * draw(_INT_LEAVES)
-    if op == "load":
-        return _read(draw, INT_ARRAYS, depth - 1)
-    if op == "where":
-        return ex.where(_bool(draw, depth - 1, False), _int(draw, depth - 1), _int(draw, depth - 1))
-    a = _int(draw, depth - 1)
-    if op in _UNARY:
-        return _UNARY[op](a)
-    if op == "mul":
-        return a * draw(_INT_CONSTANTS)
-    b = _int(draw, depth - 1)
-    if op in ("floordiv", "mod", "div"):
-        return _BINARY["floordiv" if op == "div" else op](a, _divisor(b))
-    return _BINARY[op](a, b)
-
-
-def _float(draw: Any, depth: int, scores: bool) -> Expr:
-    op = draw(_FLOAT_OPS) if depth > 0 else "leaf"
-    if op == "leaf":
-        return S if scores and draw(st.booleans()) else draw(_FLOAT_CONSTANTS)
-    if op == "int":
-        return ex.as_float(_int(draw, depth - 1))
-    if op == "load":
-        return _read(draw, FLOAT_ARRAYS, depth - 1)
-    a = _float(draw, depth - 1, scores)
-    if op in _UNARY:
-        return _UNARY[op](a)
-    b = _int(draw, depth - 1) if draw(st.integers(0, 3)) == 0 else _float(draw, depth - 1, scores)
-    if op == "where":
-        return ex.where(_bool(draw, depth - 1, scores), a, b)
-    return _BINARY[op](a, _divisor(b) if op in ("floordiv", "mod") else b)
-
-
-def _bool(draw: Any, depth: int, scores: bool) -> Expr:
-    op = draw(_BOOL_OPS) if depth > 0 else "ints"
-    if op == "ints":
-        return getattr(_int(draw, depth - 1), draw(_COMPARISONS))(_int(draw, depth - 1))
-    if op == "floats":
-        return getattr(_float(draw, depth - 1, scores), draw(_COMPARISONS))(_float(draw, depth - 1, scores))
-    if op == "load":
-        return _read(draw, BOOL_ARRAYS, depth - 1)
-    a = _bool(draw, depth - 1, scores)
-    if op == "not":
-        return ~a
-    b = _bool(draw, depth - 1, scores)
-    return a & b if op == "and" else a | b if op == "or" else ex.where(a, b, ~b)
+    return Expressions(below, lambda kind: Loaded(_POOLS[kind][below(len(_POOLS[kind]))]))
 
 
 @st.composite
 def int_exprs(draw: Any, depth: int = 3) -> Expr:
-    return _int(draw, depth)
+    return _expressions(draw).integer(depth)
 
 
 @st.composite
 def float_exprs(draw: Any, depth: int = 3, scores: bool = True) -> Expr:
-    return _float(draw, depth, scores)
+    return _expressions(draw).number(depth, scores)
 
 
 @st.composite
 def bool_exprs(draw: Any, depth: int = 3, scores: bool = False) -> Expr:
-    return _bool(draw, depth, scores)
+    return _expressions(draw).condition(depth, scores)
 
 
 def any_exprs(depth: int = 3) -> st.SearchStrategy[Expr]:

@@ -600,6 +600,13 @@ def test_derivative_is_simple_where_it_can_be():
     assert derivative(tw.alibi(4), S) is ONE
 
 
+def test_derivative_where_constants_make_no_number():
+    """Such a branch may well never be taken; its slope is found out when it is."""
+    assert value(derivative(S / 0.0, S), S=1.0) == np.inf
+    assert np.isnan(value(derivative(S * np.inf * -0.0, S), S=1.0))
+    assert value(derivative(tw.where(S > 0, S, S / 0.0), S), S=1.0) == 1.0
+
+
 def test_corners_take_one_side():
     for expr in (abs(S), tw.minimum(S, 0.0), tw.maximum(0.0, S)):
         assert value(derivative(expr, S), S=0.0) in (-1.0, 0.0, 1.0)

@@ -498,6 +498,20 @@ def test_autograd_equals_the_reference(name):
         np.testing.assert_allclose(leaf.grad.numpy(), e.reshape(leaf.shape), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_gradient_of_an_array_without_dimensions(dtype, library):
+    rng = np.random.default_rng(0)
+    q, k, v = (_stored(rng.standard_normal((1, 2, 5, 4)), dtype, library) for _ in range(3))
+    factor = _stored(np.asarray(0.5), dtype, library)
+    out, pullback = tw.attention_vjp(q, k, v, score=S * tw.load(factor, grad=True))
+    (found,) = pullback(out).arrays
+    assert tuple(found.shape) == ()
+    assert found.dtype == factor.dtype
+    want = reference.backward(Attention(0.5, None, S * tw.load(factor, grad=True)), q, k, v, out).arrays[0]
+    assert_close(found, want, dtype, 800)
+
+
 @pytest.mark.parametrize("name", ["causal", "bias", "relative", "alibi", "twice", "two arrays", "sinks", "float mask"])
 def test_gradcheck(name):
     rng = np.random.default_rng(1)

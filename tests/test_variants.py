@@ -135,6 +135,7 @@ def test_sinks_join_the_row_sum() -> None:
         (lambda: tw.relative(np.zeros(0)), "relative: table"),
         (lambda: tw.t5(np.zeros(3)), "even number of buckets"),
         (lambda: tw.t5(np.zeros(32), max_distance=4), "t5: max_distance"),
+        (lambda: tw.t5(np.zeros(2), max_distance=1), "t5: max_distance .* at least 2, got 1"),
         (lambda: tw.document(np.zeros(4)), "document: ids must be of type int, got float64"),
         (lambda: tw.dense(np.zeros((2, 2))), "dense: mask must be of type bool, got float64"),
         (lambda: tw.bias(np.zeros((1, 1, 1, 1, 1))), "bias: values must have"),

@@ -90,10 +90,10 @@ def narrow(x: Array, name: str) -> Array:
     if name != "bfloat16":
         with np.errstate(over="ignore"):  # beyond float16's range is inf, as IEEE says
             return x.astype(name, copy=False)
-    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    rounded[np.isnan(x)] = 0x7FC0
-    return rounded.view(BFLOAT16)
+    bits = np.asarray(x, dtype=np.float32, order="C").view(np.uint32)
+    with np.errstate(over="ignore"):  # a NaN of no dimensions; it is replaced
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(x), np.uint16(0x7FC0), rounded).view(BFLOAT16)
 
 
 def compute_dtype(name: str) -> np.dtype[Any]:

@@ -1,19 +1,22 @@
 """The numeric contract as code: how far a kernel's numbers may be from the float64 reference.
 
 The error may be at most twice that of the same computation done densely in the same precision, plus a rounding band.
-It never comes from what a kernel happens to reach. The conformance suite and the demo both judge by this.
+It never comes from what a kernel happens to reach. The conformance suite, the fuzz and the demo all judge by this.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from tilewise import arrays, reference
+from tilewise.arrays import Array
 from tilewise.cases import Case
 from tilewise.dispatch import Kernel
-from tilewise.spec import Tile
+from tilewise.spec import Grads, Partial, Tile
 from tilewise.validate import Call
 
 # Half the distance from 1 to the next number: the relative error of one rounding.
@@ -24,81 +27,149 @@ class ContractError(AssertionError):
     """A kernel's result is outside the contract."""
 
 
-def check_forward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
-    """out and lse of one case are within the contract; returns the maximum error of out."""
-    call = case.inputs().call()
-    got = kernel.forward(call.spec, call.q, call.k, call.v, tile)
-    want = reference.forward(call.spec, call.q, call.k, call.v)
-    dense = reference.forward(call.spec, call.q, call.k, call.v, **_same_precision(call))
+@dataclass(frozen=True, eq=False)
+class Expected:
+    """One result as it should be: its type, its exact values, and how far from them it may be."""
+
+    what: str
+    dtype: str
+    exact: Array
+    limit: float
+
+    def errors(self, got: Any) -> Array:
+        """How far each number is from the exact one (infinite ones: 0), if type, shape and infinities are right."""
+        if got is None:
+            raise ContractError(f"{self.what} is missing")
+        if arrays.dtype_name(got) != self.dtype:
+            raise ContractError(f"{self.what} has type {arrays.dtype_name(got)}, expected {self.dtype}")
+        got = arrays.widen(arrays.as_numpy(got), np.float64)
+        if got.shape != self.exact.shape:
+            raise ContractError(f"{self.what} has shape {got.shape}, expected {self.exact.shape}")
+        infinite = np.isinf(self.exact)
+        if not np.array_equal(got[infinite], self.exact[infinite]) or not np.isfinite(got[~infinite]).all():
+            raise ContractError(
+                f"{self.what} is NaN or infinite where it should not be, or finite where it should be -inf"
+            )
+        errors: Array = np.abs(np.where(infinite, 0, got) - np.where(infinite, 0, self.exact))
+        return errors
+
+    def check(self, got: Any) -> float:
+        """The maximum error, if the contract allows it."""
+        error = float(self.errors(got).max(initial=0))
+        if error > self.limit:
+            raise ContractError(f"{self.what} is off by {error:.3g}; the contract allows {self.limit:.3g}")
+        return error
+
+
+# -- what is expected of a call ---------------------------------------------------------------------------------------
+
+
+def expected_forward(call: Call) -> list[Expected]:
+    """out and lse of a call."""
+    inputs = call.spec, call.q, call.k, call.v
+    want = forward_results(reference.forward(*inputs))
+    dense = forward_results(reference.forward(*inputs, **_same_precision(call)))
     wide = str(arrays.compute_dtype(call.shape.dtype))
-    _check_type(case, "out", got.out, call.shape.dtype)
-    _check_type(case, "lse", got.lse, wide)
-    _check(case, "lse", got.lse, want.lse, dense.lse, wide)
-    return _check(case, "out", got.out, want.out, dense.out, call.shape.dtype)
+    types = {"out": call.shape.dtype, "lse": wide}
+    return [_expected(what, dtype, dtype, want[what], dense[what]) for what, dtype in types.items()]
 
 
-def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
-    """Every gradient of one case is within the contract, for a gradient of lse as well as of out."""
-    call = case.inputs().call()
-    rng = np.random.default_rng(1)
-    saved = kernel.forward(call.spec, call.q, call.k, call.v, tile)
-    d_out = arrays.narrow(rng.standard_normal(saved.out.shape), call.shape.dtype)
-    d_lse = rng.standard_normal(saved.lse.shape).astype(saved.lse.dtype)
-    got = kernel.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse, tile)
-    want = reference.backward(call.spec, call.q, call.k, call.v, d_out, d_lse)
-    dense = reference.backward(call.spec, call.q, call.k, call.v, d_out, d_lse, **_same_precision(call))
-    error = 0.0
-    for name in ("q", "k", "v"):
-        _check_type(case, f"d_{name}", getattr(got, name), call.shape.dtype)
-        exact, rough = getattr(want, name), getattr(dense, name)
-        error = max(error, _check(case, f"d_{name}", getattr(got, name), exact, rough, call.shape.dtype))
-    if (got.sinks is None) != (call.spec.sinks is None):
-        raise ContractError(f"{case.name}: there must be a gradient of sinks if, and only if, there are sinks")
-    if got.sinks is not None:
-        error = max(error, _check(case, "d_sinks", got.sinks, want.sinks, dense.sinks, "float32"))
-    if len(got.arrays) != len(call.spec.wanted):
-        raise ContractError(f"{case.name}: {len(got.arrays)} array gradients, expected {len(call.spec.wanted)}")
-    for slot, found, exact, rough in zip(call.spec.wanted, got.arrays, want.arrays, dense.arrays, strict=True):
-        _check_type(case, "d_array", found, arrays.dtype_name(slot.array))
-        # Sums over many scores: those carry the rounding of the inputs' type, the sum that of the array's.
-        stored = max((call.shape.dtype, arrays.dtype_name(slot.array)), key=ROUNDING.__getitem__)
-        error = max(error, _check(case, "d_array", found, exact, rough, stored))
-    return error
+def expected_backward(call: Call, d_out: Any, d_lse: Any) -> list[Expected]:
+    """Every gradient of a call: of q, k, v, of sinks if there are any, and of each array that wants one."""
+    inputs = call.spec, call.q, call.k, call.v, d_out, d_lse
+    want = backward_results(reference.backward(*inputs))
+    dense = backward_results(reference.backward(*inputs, **_same_precision(call)))
+    types = dict.fromkeys(("d_q", "d_k", "d_v"), call.shape.dtype)
+    if call.spec.sinks is not None:
+        types["d_sinks"] = arrays.dtype_name(call.spec.sinks)
+    types |= {f"d_array {i}": arrays.dtype_name(slot.array) for i, slot in enumerate(call.spec.wanted)}
+    # Sums over many scores: those carry the rounding of the inputs' type, the sum that of the array's.
+    coarser = {what: max((call.shape.dtype, dtype), key=ROUNDING.__getitem__) for what, dtype in types.items()}
+    return [_expected(what, dtype, coarser[what], want[what], dense[what]) for what, dtype in types.items()]
+
+
+def forward_results(done: Partial) -> dict[str, Any]:
+    return {"out": done.out, "lse": done.lse}
+
+
+def backward_results(grads: Grads) -> dict[str, Any]:
+    results = {"d_q": grads.q, "d_k": grads.k, "d_v": grads.v}
+    if grads.sinks is not None:
+        results["d_sinks"] = grads.sinks
+    return results | {f"d_array {i}": grad for i, grad in enumerate(grads.arrays)}
+
+
+def gradients_to_pull(call: Call, seed: int = 1) -> tuple[Array, Array]:
+    """A random d_out and d_lse for a call."""
+    rng, s = np.random.default_rng(seed), call.shape
+    rows = (s.batch, s.heads, s.n_q)
+    d_out = arrays.narrow(rng.standard_normal((*rows, s.d_v)), s.dtype)
+    return d_out, rng.standard_normal(rows).astype(arrays.compute_dtype(s.dtype))
 
 
 def _same_precision(call: Call) -> dict[str, Any]:
-    """Float64's own error cannot be measured with float64: float32's is, and `_check` scales it down."""
+    """Float64's own error cannot be measured with float64: float32's is, and `_expected` scales it down."""
     dtype = "float32" if call.shape.dtype == "float64" else call.shape.dtype
 
-    def store(x: arrays.Array) -> arrays.Array:
+    def store(x: Array) -> Array:
         return arrays.widen(arrays.narrow(x, dtype), x.dtype)
 
     return {"dtype": arrays.compute_dtype(dtype), "store": store if dtype in ("float16", "bfloat16") else lambda x: x}
 
 
-def _check_type(case: Case, what: str, got: Any, expected: str) -> None:
-    if arrays.dtype_name(got) != expected:
-        raise ContractError(f"{case.name}: {what} has type {arrays.dtype_name(got)}, expected {expected}")
-
-
-def _check(case: Case, what: str, got: Any, want: Any, dense: Any, dtype: str) -> float:
-    """The maximum error of one result, if the contract allows it."""
-    got = arrays.widen(arrays.as_numpy(got), np.float64)
-    if got.shape != want.shape:
-        raise ContractError(f"{case.name}: {what} has shape {got.shape}, expected {want.shape}")
-    infinite = np.isinf(want)
-    if not np.array_equal(got[infinite], want[infinite]) or not np.isfinite(got[~infinite]).all():
-        raise ContractError(
-            f"{case.name}: {what} is NaN or infinite where it should not be, or finite where it should be -inf"
-        )
-    error, allowed = (
-        float(np.abs(x[~infinite] - want[~infinite]).max(initial=0)) for x in (got, dense.astype(np.float64))
-    )
-    if dtype == "float64":
+def _expected(what: str, dtype: str, rounded_as: str, want: Array, dense: Array) -> Expected:
+    """The limit: twice the dense computation's error, and a band of a few roundings of the largest number."""
+    finite = np.isfinite(want)
+    allowed = float(np.abs(dense[finite].astype(np.float64) - want[finite]).max(initial=0))
+    if rounded_as == "float64":
         allowed *= ROUNDING["float64"] / ROUNDING["float32"]
     # The band: a rounding on storing, and a few in the type computed with.
-    band = ROUNDING[dtype] + 8 * ROUNDING[str(arrays.compute_dtype(dtype))]
-    limit = 2 * allowed + band * float(np.abs(want[~infinite]).max(initial=0))
-    if error > limit:
-        raise ContractError(f"{case.name}: {what} is off by {error:.3g}; the contract allows {limit:.3g}")
-    return error
+    band = ROUNDING[rounded_as] + 8 * ROUNDING[str(arrays.compute_dtype(rounded_as))]
+    return Expected(what, dtype, want, 2 * allowed + band * float(np.abs(want[finite]).max(initial=0)))
+
+
+# -- judging a kernel -------------------------------------------------------------------------------------------------
+
+
+def check_results(expected: list[Expected], got: dict[str, Any]) -> dict[str, float]:
+    """The maximum error of every result, if all are within the contract and nothing is missing or too much."""
+    surplus = got.keys() - {e.what for e in expected}
+    if surplus:
+        raise ContractError(f"{', '.join(sorted(surplus))}: nothing of the kind was asked for")
+    return {e.what: e.check(got.get(e.what)) for e in expected}
+
+
+def check_forward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
+    """out and lse of one case are within the contract; returns the maximum error of out."""
+    call = case.inputs().call()
+    got = kernel.forward(call.spec, call.q, call.k, call.v, tile)
+    return _check_case(case, _forward_of(case), forward_results(got))["out"]
+
+
+def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
+    """Every gradient of one case is within the contract, for a gradient of lse as well as of out."""
+    call = case.inputs().call()
+    d_out, d_lse = gradients_to_pull(call)
+    saved = kernel.forward(call.spec, call.q, call.k, call.v, tile)
+    got = kernel.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse, tile)
+    return max(_check_case(case, _backward_of(case), backward_results(got)).values())
+
+
+def _check_case(case: Case, expected: list[Expected], got: dict[str, Any]) -> dict[str, float]:
+    try:
+        return check_results(expected, got)
+    except ContractError as error:
+        raise ContractError(f"{case.name}: {error}") from None
+
+
+# A case is checked on one system and tile after the other: what is expected of it is kept meanwhile, and only that,
+# since a kernel that writes to its inputs must not spoil them for the next.
+@lru_cache(maxsize=8)
+def _forward_of(case: Case) -> list[Expected]:
+    return expected_forward(case.inputs().call())
+
+
+@lru_cache(maxsize=8)
+def _backward_of(case: Case) -> list[Expected]:
+    call = case.inputs().call()
+    return expected_backward(call, *gradients_to_pull(call))

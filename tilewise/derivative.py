@@ -6,6 +6,7 @@ integer arithmetic have derivative 0; where abs, minimum or maximum have a corne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tilewise.expr import FLOAT, Expr, S, constant, nodes, where
@@ -55,6 +56,7 @@ def score_slopes(spec: Attention) -> dict[Expr, Expr]:
 
 
 # -- arithmetic that knows 0 and 1, so that the derivative of S is 1 and not a heap of products -----------------------
+# Constants are folded unless that is NaN, which is no constant: S / 0.0 has a slope all the same.
 
 
 def _add(a: Expr, b: Expr) -> Expr:
@@ -64,14 +66,16 @@ def _add(a: Expr, b: Expr) -> Expr:
 def _mul(a: Expr, b: Expr) -> Expr:
     if a is ZERO or b is ZERO:
         return ZERO
-    if a.op == b.op == "const":
-        return constant(float(a.payload * b.payload))
+    product = float(a.payload * b.payload) if a.op == b.op == "const" else math.nan
+    if not math.isnan(product):
+        return constant(product)
     return b if a is ONE else a if b is ONE else a * b
 
 
 def _div(a: Expr, b: Expr) -> Expr:
-    if b.op == "const" and a.op == "const":
-        return constant(float(a.payload / b.payload))
+    quotient = float(a.payload / b.payload) if a.op == b.op == "const" and b.payload != 0 else math.nan
+    if not math.isnan(quotient):
+        return constant(quotient)
     return a if a is ZERO or b is ONE else a / b
 
 

@@ -5,24 +5,44 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.conformance.paths import forced, paths
 from tilewise import dispatch
 from tilewise.cases import Case, conformance
-from tilewise.contract import check_backward, check_forward
+from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull
 from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
 
 # Beside a system's own tile: smaller ones than the cases' shapes, wide and high, dividing nothing.
-TILES = {"numpy": (None, Tile(32, 48), Tile(61, 16))}
-RUNS = [(name, case, tile) for name in dispatch.NAMES for case in conformance() for tile in TILES.get(name, (None,))]
+TILES = dict.fromkeys(("numpy", "cpu"), (None, Tile(32, 48), Tile(61, 16)))
 
 
-def _id(run: tuple[str, Case, Tile | None]) -> str:
-    return f"{run[0]} | {run[1].name} | {run[2] or 'default tile'}"
+class Run(NamedTuple):
+    """A case on one system, by one of its paths, with one tile."""
+
+    system: str
+    path: str | None
+    case: Case
+    tile: Tile | None
+
+    def __str__(self) -> str:
+        system = self.system if self.path is None else f"{self.system}/{self.path}"
+        return f"{system} | {self.case.name} | {self.tile or 'default tile'}"
+
+
+# Case by case, so that what is expected of a case is computed once for all systems.
+RUNS = [
+    Run(name, path, case, tile)
+    for case in conformance()
+    for name in dispatch.NAMES
+    for path in paths(name)
+    for tile in TILES.get(name, (None,))
+]
 
 
 def _kernel(name: str, case: Case, backward: bool) -> Kernel | None:
@@ -40,20 +60,20 @@ def _kernel(name: str, case: Case, backward: bool) -> Kernel | None:
     return None
 
 
-@pytest.mark.parametrize("run", RUNS, ids=_id)
-def test_forward(run: tuple[str, Case, Tile | None]) -> None:
-    name, case, tile = run
-    kernel = _kernel(name, case, backward=False)
-    if kernel is not None:
-        check_forward(kernel, case, tile)
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_forward(run: Run) -> None:
+    kernel = _kernel(run.system, run.case, backward=False)
+    with forced(run.system, run.path):
+        if kernel is not None:
+            check_forward(kernel, run.case, run.tile)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=_id)
-def test_backward(run: tuple[str, Case, Tile | None]) -> None:
-    name, case, tile = run
-    kernel = _kernel(name, case, backward=True)
-    if kernel is not None:
-        check_backward(kernel, case, tile)
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_backward(run: Run) -> None:
+    kernel = _kernel(run.system, run.case, backward=True)
+    with forced(run.system, run.path):
+        if kernel is not None:
+            check_backward(kernel, run.case, run.tile)
 
 
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
@@ -72,6 +92,31 @@ def test_public_call_gives_the_kernels_bits(case: Case) -> None:
     assert lse.shape == inputs.q.shape[:-1]
 
 
+@pytest.mark.parametrize("name", dispatch.NAMES)
+@pytest.mark.parametrize("strange", ["sinks", "d_out", "d_lse", "d_out of another type"])
+def test_strides_and_types_beside_the_inputs(name: str, strange: str) -> None:
+    """Sinks and gradients come in any strides, and a caller's gradient need not have the result's type."""
+    case = Case("sinks", "grouped")
+    kernel = _kernel(name, case, backward=True)
+    assert kernel is not None
+    call = case.inputs().call()
+    sinks, (d_out, d_lse) = call.spec.sinks, gradients_to_pull(call)
+
+    def gradients(sinks: Any, d_out: Any, d_lse: Any) -> dict[str, Any]:
+        spec = replace(call.spec, sinks=sinks)
+        saved = kernel.forward(spec, call.q, call.k, call.v)
+        return backward_results(kernel.backward(spec, call.q, call.k, call.v, saved, d_out, d_lse))
+
+    given = {"sinks": sinks, "d_out": d_out, "d_lse": d_lse}
+    want = gradients(**given)
+    if strange in given:
+        given[strange] = np.asfortranarray(np.repeat(given[strange], 2, axis=-1))[..., ::2]
+    else:
+        given["d_out"] = d_out.astype(np.float64)  # of the same values
+    got = gradients(**given)
+    assert all(np.array_equal(got[what], value) for what, value in want.items())
+
+
 def test_every_variant_has_a_case() -> None:
     """A named variant that no case exercises is a variant nobody checks."""
     from tilewise import cases
@@ -79,3 +124,21 @@ def test_every_variant_has_a_case() -> None:
 
     source = inspect.getsource(cases)
     assert [name for name in VARIANTS if not re.search(rf"\b{name}\(", source)] == []
+
+
+def test_a_path_is_forced_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        used = "fast"
+
+        def isa(self) -> str:
+            return self.used
+
+        def use_isa(self, name: str) -> None:
+            self.used = name
+
+    library = Library()
+    monkeypatch.setattr("tests.conformance.paths._library", lambda system: library)
+    with pytest.raises(ZeroDivisionError), forced("cpu", "portable"):
+        assert library.used == "portable"
+        1 / 0  # noqa: B018
+    assert library.used == "fast"

@@ -28,7 +28,7 @@ def t5(table: Any, max_distance: int = 128, bidirectional: bool = True, grad: bo
     if buckets < 2 or (bidirectional and buckets % 2):
         raise ValueError(f"t5: the table needs an even number of buckets, at least 2, got {buckets}")
     side = buckets // 2 if bidirectional else buckets
-    max_distance = whole("t5", "max_distance", max_distance, side // 2 + 1)
+    max_distance = whole("t5", "max_distance", max_distance, max(side // 2, 1) + 1)
     # The buckets are looked up by distance: no logarithm in a kernel, the same bucket on every system.
     lookup = bucket_of_distance(side, max_distance, bidirectional)
     entry = P - K + max_distance if bidirectional else P - K

@@ -36,7 +36,11 @@ def backward(
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
     d_q, d_k, d_v = (np.empty_like(x, order="C") for x in (q, k, v))
-    delta = np.zeros(saved.lse.shape, dtype) if d_lse is None else -arrays.widen(d_lse, dtype)
+    if arrays.dtype_name(d_out) != shape.dtype:
+        d_out = arrays.narrow(arrays.widen(d_out, dtype), shape.dtype)
+    delta = np.zeros(saved.lse.shape, dtype)  # the engine adds to it
+    if d_lse is not None:
+        delta -= arrays.widen(d_lse, dtype)
     marshal = Marshal(spec, shape, tile)
     call = structs.BackwardCall(
         marshal.forward(q, k, v, saved.out, saved.lse, backward=True),

@@ -50,7 +50,7 @@ class Marshal:
             code = bytecode(spec.mask)
             call.mask, call.mask_at = self.program(code), code.at
         if spec.sinks is not None:
-            call.sinks = self.data(arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype))
+            call.sinks = self.data(np.require(arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype), None, "CA"))
         return call
 
     def array(self, x: Array) -> structs.Array:
@@ -71,7 +71,7 @@ class Marshal:
 
     def slot(self, x: Array) -> structs.Slot:
         if not _has_whole_steps(x):
-            x = np.ascontiguousarray(x)
+            x = x.copy(order="C")  # of no dimensions too, to which np.ascontiguousarray gives one
         slot = structs.Slot(self.data(x), structs.TYPES.index(arrays.dtype_name(x)), x.ndim)
         slot.size[: x.ndim] = x.shape
         slot.stride[: x.ndim] = [step // x.itemsize for step in x.strides]

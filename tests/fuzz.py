@@ -1,0 +1,256 @@
+"""Random calls on one kernel system, judged by the contract: `python tests/fuzz.py --kernel numpy --cases 10000`.
+
+Case i is made from the seed SEED + i alone, so `--only SEED` makes one of them again. A case is a call of random sizes,
+strides, types, magnitudes, variant and tile, forward and perhaps backward. Its results must be within the contract, the
+same bits the second time, and its inputs untouched; many arrays end at a page that no one may touch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import multiprocessing
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the reference's matrices are too small to share
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it is not run from the project's folder
+
+from tests.fuzzing.judge import Verdict, judge
+from tests.fuzzing.memory import Memory
+from tilewise import dispatch
+from tilewise.cli.terminal import progress
+from tilewise.dispatch import Kernel
+
+MOST_FAILURES = 10
+PATIENCE = 120.0  # seconds for one case, after which it is taken to hang
+ENVIRONMENT = ("TILEWISE_CPU_ISA", "OMP_NUM_THREADS")  # what a replay needs as well
+_fork = multiprocessing.get_context("fork")  # kernels need not be picklable; nothing has been computed before
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process that judges one seed after the other. It may crash or hang: the seed it is at is known outside."""
+
+    def __init__(self, kernel: Kernel, seeds: range, backward_share: float) -> None:
+        self.kernel, self.seeds, self.backward_share = kernel, seeds, backward_share
+        self._at: Any = _fork.RawArray("d", [seeds.start, time.monotonic()])  # the seed, and when it was begun
+        self.receive, send = _fork.Pipe(duplex=False)
+        self._ended = False
+        self._process = _fork.Process(target=self._run, args=(send, os.getpid()), daemon=True)
+        self._process.start()
+        send.close()
+
+    def _run(self, send: Connection, parent: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+        faulthandler.enable(sys.__stderr__)
+        memory = Memory()
+        for seed in self.seeds:
+            if os.getppid() != parent:  # no one listens any more
+                return
+            self._at[:] = [seed, time.monotonic()]
+            send.send((seed, judge(self.kernel, seed, memory, self.backward_share)))
+        send.send(None)
+
+    def results(self) -> Iterator[tuple[int, Verdict] | None]:
+        """What has arrived; None: it is done."""
+        while self.receive.poll():
+            try:
+                yield self.receive.recv()
+            except EOFError:
+                self._ended = True
+                return
+
+    def trouble(self) -> str | None:
+        """Why no more is to be expected of it, or None."""
+        if self._ended:
+            self._process.join()
+            code = self._process.exitcode or 0
+            return f"crashed: {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if time.monotonic() - self._at[1] > PATIENCE:
+            return f"no answer within {PATIENCE:g} s"
+        return None
+
+    def next(self) -> Worker:
+        """Another process for the seeds after the one it is at."""
+        self.stop()
+        rest = range(int(self._at[0]) + self.seeds.step, self.seeds.stop, self.seeds.step)
+        return Worker(self.kernel, rest, self.backward_share)
+
+    @property
+    def seed(self) -> int:
+        return int(self._at[0])
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.receive.close()
+
+
+def run(kernel: Kernel, seeds: range, backward_share: float, jobs: int) -> Report:
+    """Judge every seed, or until there are enough failures, or the user has seen enough."""
+    report = Report()
+    workers = [Worker(kernel, seeds[i::jobs], backward_share) for i in range(min(jobs, len(seeds)))]
+    try:
+        while workers and len(report.failures) < MOST_FAILURES:
+            wait([worker.receive for worker in workers], timeout=1.0)
+            workers = [left for worker in workers for left in _collect(worker, report)]
+            progress(report.progress(len(seeds)))
+    except KeyboardInterrupt:
+        report.interrupted = True
+    for worker in workers:
+        worker.stop()
+    progress()
+    return report
+
+
+def _collect(worker: Worker, report: Report) -> list[Worker]:
+    """Take in what a worker has sent; the worker to go on with, if there is more to do."""
+    for result in worker.results():
+        if result is None:
+            worker.stop()
+            return []
+        report.add(*result)
+        if len(report.failures) == MOST_FAILURES:
+            return [worker]
+    trouble = worker.trouble()
+    if trouble is None:
+        return [worker]
+    report.failures.append((worker.seed, trouble))
+    return [worker.next()]
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """What came of all cases."""
+
+    cases: int = 0
+    backward: int = 0
+    lucky: int = 0
+    worst: tuple[float, int] = (0.0, 0)  # error as a share of its limit, and the seed
+    dtypes: Counter[str] = field(default_factory=Counter)
+    kinds: Counter[str] = field(default_factory=Counter)
+    variants: Counter[str] = field(default_factory=Counter)
+    redrawn: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    interrupted: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+    def add(self, seed: int, verdict: Verdict) -> None:
+        self.cases += 1
+        self.backward += verdict.backward
+        self.lucky += verdict.lucky
+        self.worst = max(self.worst, (verdict.ratio, seed))
+        self.dtypes[verdict.dtype] += 1
+        self.kinds[verdict.kind] += 1
+        self.variants.update(set(verdict.names))
+        self.redrawn += verdict.redrawn
+        if verdict.refused is not None:
+            self.refused[verdict.refused] += 1
+        if verdict.failure is not None:
+            self.failures.append((seed, verdict.failure))
+
+    @property
+    def rate(self) -> float:
+        return self.cases / max(time.monotonic() - self.began, 1e-9)
+
+    def progress(self, total: int) -> str:
+        return f"{self.cases:,} of {total:,} cases, {len(self.failures)} failures, {self.rate:.0f} a second"
+
+    def summary(self) -> str:
+        seconds = time.monotonic() - self.began
+        ratio, seed = self.worst
+        lines = [
+            f"{self.cases:,} cases in {seconds:.0f} s ({self.rate:.0f} a second), {len(self.failures)} failures",
+            f"  forward {self.cases:,}, backward as well {self.backward:,}",
+            f"  types: {_counts(self.dtypes)}",
+            f"  calls: {_counts(self.kinds)}",
+            f"  variants: {_counts(self.variants)}",
+            f"  redrawn, since their results would say nothing: {_counts(self.redrawn)}",
+            f"  largest error: {ratio:.3f} of its limit (seed {seed})",
+            f"  results beyond the contract's limit but within the bound of rounding: {self.lucky:,}",
+        ]
+        if self.refused:
+            lines += [f"  refused by the kernel, {count:,} times: {why}" for why, count in self.refused.most_common()]
+        return "\n".join(lines)
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counter.most_common()) or "none"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    kernel = dispatch.kernel(options.kernel)
+    reason = kernel.unavailable()
+    if reason is not None:
+        print(f"--kernel {options.kernel}: {reason}", file=sys.stderr)
+        return 2
+    seeds = range(options.seed, options.seed + options.cases)
+    if options.only is not None:
+        seeds = range(options.only, options.only + 1)
+    report = run(kernel, seeds, options.backward_share, options.jobs)
+    for seed, failure in report.failures:
+        print(f"FAILED: {failure}\n  again: {_replay(options, seed)}\n")
+    print(report.summary())
+    return 1 if report.failures else 130 if report.interrupted else 0
+
+
+def _replay(options: argparse.Namespace, seed: int) -> str:
+    environment = [f"{name}={shlex.quote(os.environ[name])}" for name in ENVIRONMENT if name in os.environ]
+    share = f"--backward-share {options.backward_share:g}"
+    return " ".join([*environment, f"python tests/fuzz.py --kernel {options.kernel} --only {seed} {share}"])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Random calls on one kernel system, judged by the contract.")
+    parser.add_argument("--kernel", choices=dispatch.NAMES, required=True, help="the kernel system")
+    parser.add_argument("--cases", type=_at_least(1), default=10_000, metavar="N", help="how many (default: 10000)")
+    parser.add_argument("--seed", type=_at_least(0), default=0, help="of the first case; others follow (default: 0)")
+    parser.add_argument("--only", type=_at_least(0), metavar="SEED", help="one case again, by its own seed")
+    parser.add_argument("--jobs", type=_at_least(1), default=1, metavar="N", help="processes (default: 1)")
+    parser.add_argument(
+        "--backward-share", type=_share, default=0.3, metavar="P", help="of cases with a backward pass (default: 0.3)"
+    )
+    return parser
+
+
+def _at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+        return int(text)
+
+    return number
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
+    return share
+
+
+if __name__ == "__main__":
+    sys.exit(main())

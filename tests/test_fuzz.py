@@ -1,0 +1,268 @@
+"""The fuzz on every kernel system that runs here, for a short time; and what it must see: mistakes, crashes, hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from subprocess import DEVNULL, PIPE
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conformance.wrong_kernels import BACKWARD_MISTAKES, SPEC_MISTAKES, STATE_MISTAKES, Wrong
+from tests.expressions import Expressions
+from tests.fuzzing.dice import Dice
+from tests.fuzzing.judge import judge
+from tests.fuzzing.memory import Memory
+from tests.fuzzing.rounding import error_ops
+from tests.fuzzing.variants import MASKS, SCORES
+from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS, dense_env
+from tilewise import arrays, dispatch
+from tilewise.expr import Loaded, evaluate, nodes
+from tilewise.kernels.numpy import NumpyKernel
+from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.spec import Attention, Grads, Partial, Tile
+from tilewise.variants import VARIANTS
+
+ROOT = Path(__file__).parent.parent
+MEMORY = Memory()
+
+
+def _fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tests/fuzz.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("kernel", dispatch.NAMES)
+def test_random_calls(kernel: str) -> None:
+    reason = dispatch.kernel(kernel).unavailable()
+    if reason is not None:
+        pytest.skip(f"{kernel} cannot run on this machine: {reason}")
+    done = _fuzz("--kernel", kernel, "--cases", "300")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "300 cases" in done.stdout
+    assert "0 failures" in done.stdout
+    assert done.stderr == ""  # quiet where no one looks
+
+
+def test_a_case_is_its_seed() -> None:
+    """The same seed gives the same call, whatever was drawn before it."""
+    kernel = NumpyKernel()
+    alone = judge(kernel, 7, Memory(), 0.3)
+    for seed in (5, 6):
+        judge(kernel, seed, MEMORY, 0.3)
+    assert judge(kernel, 7, MEMORY, 0.3) == alone
+
+
+def test_every_named_variant_is_drawn() -> None:
+    assert VARIANTS.keys() - MASKS.keys() - SCORES.keys() == set()
+
+
+# -- the bound of rounding --------------------------------------------------------------------------------------------
+
+
+def test_expressions_are_off_by_no_more_than_their_bound() -> None:
+    """Expressions of every operation in float32 and in float64: the bound holds, and mostly says something."""
+    pools = {"int": INT_ARRAYS, "float": FLOAT_ARRAYS, "bool": BOOL_ARRAYS}
+    env = {name: np.float32(x) if name == "S" else x for name, x in dense_env(dtype=np.float32).items()}
+    exact = {name: (np.float64(x) if name == "S" else x, 0.0) for name, x in env.items()}
+    known, seen = 0, Counter[str]()
+    for seed in range(400):
+        dice = Dice(seed)
+        drawn = Expressions(dice.below, lambda kind, dice=dice: Loaded(dice.one_of(pools[kind])))
+        expr = drawn.number(dice.between(1, 4), scores=True)
+        with np.errstate(all="ignore"):
+            found = evaluate(expr, env, numpy_ops(np.float32))
+            value, error = evaluate(expr, exact, error_ops("float32"))
+            off = np.where(found == value, 0, np.abs(found - value))  # infinite ones are equal or not
+        assert np.all((off <= error) | (error == np.inf)), f"seed {seed}: {expr!r}"
+        known += bool(np.all(error <= 1e-3 * (1 + np.abs(value))))
+        seen.update(node.op for node in nodes(expr))
+    assert known > 200
+    assert {"exp", "log", "tanh", "div", "mod", "floordiv", "where", "lt", "not", "load"} <= seen.keys()
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def _caught(kernel: NumpyKernel, backward_share: float, seeds: range = range(250)) -> str | None:
+    """What the first failing seed of a few shows."""
+    for seed in seeds:
+        failure = judge(kernel, seed, MEMORY, backward_share).failure
+        if failure is not None:
+            return failure
+    return None
+
+
+MISTAKES = {name: (Wrong(patch=patch), 0.0) for name, patch in STATE_MISTAKES.items()}
+MISTAKES |= {f"{name}, backward": (Wrong(patch=patch), 1.0) for name, patch in BACKWARD_MISTAKES.items()}
+MISTAKES |= {name: (Wrong(change), 0.0) for name, change in SPEC_MISTAKES.items()}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_classic_mistake_is_caught(mistake: str) -> None:
+    assert _caught(*MISTAKES[mistake]) is not None
+
+
+class _WritesInputs(NumpyKernel):
+    """Scales q in place, and back."""
+
+    def forward(self, spec: Attention, q: Any, *args: Any) -> Partial:
+        if q.dtype == np.float32 and q.flags.writeable:
+            q *= np.float32(1.1)
+            q /= np.float32(1.1)
+        return super().forward(spec, q, *args)
+
+
+class _ChangesBits(NumpyKernel):
+    """Adds up in another order every time: the tile alternates."""
+
+    wide = True
+
+    def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None, watch: Any = None) -> Partial:
+        self.wide = not self.wide
+        return super().forward(spec, q, k, v, Tile(64, 64) if self.wide else Tile(64, 5))
+
+
+class _LosesPrecision(NumpyKernel):
+    """Computes float32 as bfloat16, as tensor cores are fond of."""
+
+    def forward(self, spec: Attention, *args: Any) -> Partial:
+        q, k, v, *rest = args
+        if q.dtype != np.float32:
+            return super().forward(spec, *args)
+        q, k, v = (arrays.widen(arrays.narrow(x, "bfloat16"), np.float32) for x in (q, k, v))
+        return super().forward(spec, q, k, v, *rest)
+
+
+class _LeavesRowsUnwritten(NumpyKernel):
+    """A row without keys is never stored."""
+
+    def forward(self, spec: Attention, q: Any, *args: Any) -> Partial:
+        done = super().forward(spec, q, *args)
+        if done.out.dtype == np.float32:
+            out = np.empty_like(done.out)
+            np.copyto(out, done.out, where=(done.lse > -np.inf)[..., None])
+            done = Partial(out, done.lse)
+        return done
+
+
+class _TilesByBatch(NumpyKernel):
+    """Chooses its tile by how much work there is, batch_invariant or not."""
+
+    def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None, watch: Any = None) -> Partial:
+        return super().forward(spec, q, k, v, Tile(16, 16) if q.shape[0] == 1 else Tile(16, 7))
+
+
+class _NeedsItsOwnForward(NumpyKernel):
+    """Finds what backward needs by the lse that its own forward gave."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+
+    def forward(self, spec: Attention, *args: Any) -> Partial:
+        done = super().forward(spec, *args)
+        self.kept[id(done.lse)] = done
+        return done
+
+    def backward(self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, *args: Any, **options: Any) -> Grads:
+        return super().backward(spec, q, k, v, self.kept[id(saved.lse)], *args, **options)
+
+
+HOSTILE_USE: dict[str, tuple[type[NumpyKernel], float, str]] = {
+    "writes its inputs": (_WritesInputs, 0.0, "written"),
+    "changes bits": (_ChangesBits, 0.0, "other bits the second time"),
+    "loses precision": (_LosesPrecision, 0.0, "off by"),
+    "leaves rows unwritten": (_LeavesRowsUnwritten, 0.0, ""),
+    "tiles by batch": (_TilesByBatch, 0.0, "alone"),
+    "needs its own forward": (_NeedsItsOwnForward, 1.0, "KeyError"),
+}
+
+
+@pytest.mark.parametrize("mistake", HOSTILE_USE)
+def test_mistake_under_hostile_use_is_caught(mistake: str) -> None:
+    kernel, backward_share, told = HOSTILE_USE[mistake]
+    assert told in (_caught(kernel(), backward_share) or "nothing was caught")
+
+
+# -- kernels that take the process with them --------------------------------------------------------------------------
+
+_RUN = """
+import ctypes, sys, time
+from tests import fuzz
+from tilewise.kernels.numpy import NumpyKernel
+
+fuzz.PATIENCE = 2.0
+
+class Bad(NumpyKernel):
+    def forward(self, spec, q, k, v, *args):
+        {mistake}
+        return super().forward(spec, q, k, v, *args)
+
+report = fuzz.run(Bad(), range({seeds}), backward_share=0.0, jobs=2)
+print(report.cases, len(report.failures), report.failures[0][1])
+"""
+
+
+def _run_bad(mistake: str, seeds: int) -> tuple[int, int, str]:
+    """How many cases were judged, how many failed besides, and how the first of those did."""
+    command = [sys.executable, "-c", _RUN.format(mistake=mistake, seeds=seeds)]
+    done = subprocess.run(command, cwd=ROOT, stdout=PIPE, stderr=DEVNULL, text=True, timeout=120, check=True)
+    cases, failures, first = done.stdout.split(maxsplit=2)
+    return int(cases), int(failures), first
+
+
+@pytest.mark.parametrize(
+    "beyond", ["k.ctypes.data + k.nbytes if k.flags.c_contiguous else k.ctypes.data", "q.ctypes.data - 1"]
+)
+def test_reading_beyond_an_array_is_caught(beyond: str) -> None:
+    """At its end or before its beginning: the process ends there, the seed is told, and the next one goes on."""
+    cases, failures, first = _run_bad(f"ctypes.string_at({beyond}, 1)", seeds=20)
+    assert "crashed: SIG" in first  # SEGV, or BUS on some systems
+    assert failures > 1
+    assert cases + failures == 20
+
+
+def test_a_hang_is_caught() -> None:
+    cases, failures, first = _run_bad("time.sleep(1000 if q.shape[2] == 1 else 0)", seeds=8)
+    assert "no answer within 2 s" in first
+    assert failures >= 1
+    assert cases + failures == 8
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_tells_how_to_see_it_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests import fuzz
+
+    wrong = Wrong(patch=STATE_MISTAKES["missing lse term"])
+    monkeypatch.setattr(fuzz.dispatch, "kernel", lambda name: wrong)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert fuzz.main(["--kernel", "numpy", "--cases", "60"]) == 1
+    told = capsys.readouterr().out
+    assert told.count("FAILED: ContractError") == fuzz.MOST_FAILURES
+    replay = next(line for line in told.splitlines() if "again:" in line).split()
+    assert replay[1] == "OMP_NUM_THREADS=1"
+    assert fuzz.main(replay[4:]) == 1
+    assert "1 cases" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--kernel", "none"], "--kernel"),
+        (["--kernel", "numpy", "--cases", "0"], "--cases: expected a whole number of at least 1, got '0'"),
+        (["--kernel", "numpy", "--jobs", "two"], "--jobs: expected a whole number of at least 1, got 'two'"),
+        (["--kernel", "numpy", "--backward-share", "2"], "--backward-share: expected a number from 0 to 1, got '2'"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], told: str) -> None:
+    done = _fuzz(*arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
