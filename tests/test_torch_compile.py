@@ -174,6 +174,17 @@ def test_packed_sequences(kind: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("gqa", [False, True])
+def test_scaled_dot_product_attention(gqa: bool) -> None:
+    q, k, v = inputs(2, 3, HEADS, N, D)
+    k, v = (x.detach()[:, :, :1].clone().requires_grad_() if gqa else x for x in (k, v))
+    mask = _tensor(3, 1, N, N)
+    assert_same(
+        lambda q, k, v, m: tw.scaled_dot_product_attention(q, k, v, m, is_causal=True, scale=0.3, enable_gqa=gqa),
+        q, k, v, mask,
+    )  # fmt: skip
+
+
 def test_merged_parts() -> None:
     def merged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         parts = [tw.attention(q, k[:, :, i::2], v[:, :, i::2], return_lse=True) for i in (0, 1)]
@@ -289,8 +300,9 @@ def test_marked_lengths_compile_once() -> None:
     [
         (lambda q, k, v, m: tw.attention(q, k, v, mask=m), lambda n: torch.randn(n, n, dtype=torch.float64)),
         (lambda q, k, v, m: tw.attention(q, k, v, mask=tw.document(m)), lambda n: torch.arange(n) // 3),
+        (lambda q, k, v, m: tw.scaled_dot_product_attention(q, k, v, m), lambda n: torch.ones(n, n) > 0),
     ],
-    ids=["mask", "document"],
+    ids=["mask", "document", "sdpa"],
 )
 def test_lengths_that_change_compile_twice(function: Any, more: Any) -> None:
     """Once for the first shape, once for all others."""

@@ -7,6 +7,7 @@ from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Q, S, exp, load, lo
 from tilewise.flex import from_mask_mod, from_score_mod
 from tilewise.merging import merge
 from tilewise.picture import picture
+from tilewise.sdpa import scaled_dot_product_attention
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.text import ExpressionError, parse
 from tilewise.variants import alibi, bias, causal, dense, dilated, document, prefix, relative, softcap, t5, window
@@ -51,6 +52,7 @@ __all__ = [
     "picture",
     "prefix",
     "relative",
+    "scaled_dot_product_attention",
     "softcap",
     "t5",
     "tanh",
