@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.bench import memory
+from tilewise.bench import memory, roofline
 from tilewise.bench.problem import Cell
 from tilewise.bench.process import Child
 from tilewise.bench.refusal import RefusedError
@@ -103,6 +103,20 @@ def test_an_idle_contestant_uses_no_processor() -> None:
         time.sleep(0.1)
         assert _processor_time(pid) == before
         assert team.rests["torch sdpa"] is not None
+
+
+def test_a_plain_read_is_measured_between_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not the contestant's turn: what is known of its threads stays, and without the library it plays on."""
+    name, cell = "tests.fake_contestants:right", Cell("full", 1, 16, 8)
+    monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
+    with Team(threads=1) as team:
+        team.ask(name, "enter", cell, 0, timeout=LONG)
+        team.rests[name] = 7.0
+        assert team.plain_read(name, timeout=LONG) == 1e4 * cell.key_bytes
+        assert team.rests[name] == 7.0
+        monkeypatch.setattr(roofline, "LIBRARY", "tilewise.kernels.nothing.library")
+        assert team.plain_read(name, timeout=LONG) is None
+        assert len(team.ask(name, "turn", 2, timeout=LONG)) == 2
 
 
 def _processor_time(pid: int) -> int:

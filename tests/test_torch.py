@@ -149,6 +149,16 @@ def test_flex_attentions_own_combinations() -> None:
     assert np.array_equal(tw.picture(either, 9, 9), tw.picture(tw.dense(distance > -3), 9, 9))
 
 
+def test_an_old_pytorch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    import tilewise.pytorch
+
+    monkeypatch.delattr(torch.library, "register_autograd")
+    with pytest.raises(ImportError, match=r"PyTorch 2.4 or newer for tensors, this is \d"):
+        importlib.reload(tilewise.pytorch)
+
+
 def test_a_variant_that_was_not_called() -> None:
     q = torch.ones(3, 2)
     with pytest.raises(TypeError, match=r"mask: .* call it: tw.causal\(...\)"):

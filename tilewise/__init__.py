@@ -8,6 +8,7 @@ from tilewise.flex import from_mask_mod, from_score_mod
 from tilewise.kernels.cpu.library import get_num_threads, set_num_threads
 from tilewise.merging import merge
 from tilewise.picture import picture
+from tilewise.sdpa import scaled_dot_product_attention
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.text import ExpressionError, parse
 from tilewise.variants import alibi, bias, causal, dense, dilated, document, prefix, relative, softcap, t5, window
@@ -53,6 +54,7 @@ __all__ = [
     "picture",
     "prefix",
     "relative",
+    "scaled_dot_product_attention",
     "set_num_threads",
     "softcap",
     "t5",

@@ -11,7 +11,7 @@ import numpy as np
 from tilewise import arrays, dispatch, reference
 from tilewise.explanation import Explanation, explain_call
 from tilewise.spec import Grads
-from tilewise.validate import Call, prepare, prepare_varlen
+from tilewise.validate import prepare, prepare_varlen
 
 
 def attention(
@@ -40,10 +40,11 @@ def attention(
     return_lse: also return the log of each row's sum of exp(score).
     batch_invariant: a sequence's result has the same bits whatever else is in the batch.
     """
-    call = prepare(
-        q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
-    )
-    return _run(call, kernel, return_lse)
+    options = {
+        "causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks,
+        "batch_invariant": batch_invariant,
+    }  # fmt: skip
+    return _run(q, k, v, None, kernel, return_lse, options)
 
 
 def attention_varlen(
@@ -68,11 +69,11 @@ def attention_varlen(
     none. In expressions B is the sequence, and Q, K, NQ, NK are its own; QP and KP index packed arrays.
     The rest is as in `attention`. lse is (total, heads).
     """
-    call = prepare_varlen(
-        q, k, v, lengths_q, lengths_k, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
-    return _run(call, kernel, return_lse)
+    options = {
+        "causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks,
+        "batch_invariant": batch_invariant,
+    }  # fmt: skip
+    return _run(q, k, v, (lengths_q, lengths_k), kernel, return_lse, options)
 
 
 def attention_vjp(
@@ -172,15 +173,18 @@ def weights(
     return arrays.like(call.restore(reference.weights(call.spec, call.q, call.k, chosen % max(n, 1))), q)
 
 
-def _run(call: Call, kernel: str, return_lse: bool) -> Any:
-    if arrays.is_torch(call.q):
-        from tilewise import torch_op
+def _run(
+    q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, return_lse: bool, options: dict[str, Any]
+) -> Any:
+    if arrays.is_torch(q):
+        from tilewise.pytorch import front
 
-        done = torch_op.attention(call, kernel)
+        out, lse = front.attention(q, k, v, lengths, kernel, options)
     else:
+        call = prepare(q, k, v, **options) if lengths is None else prepare_varlen(q, k, v, *lengths, **options)
         done = dispatch.resolve(kernel, call.spec, call.shape).forward(call.spec, call.q, call.k, call.v)
-    out = call.restore(done.out)
-    return (out, call.restore(done.lse)) if return_lse else out
+        out, lse = call.restore(done.out), call.restore(done.lse)
+    return (out, lse) if return_lse else out
 
 
 def _like_result(name: str, gradient: Any, result: Any) -> Any:

@@ -6,7 +6,7 @@ NumPy has no bfloat16. Here it is a one-field structured dtype over the same 16 
 from __future__ import annotations
 
 import sys
-from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,18 +24,31 @@ def is_torch(x: Any) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
+def compiling() -> bool:
+    """Whether torch.compile is reading this code, rather than Python running it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.compiler.is_dynamo_compiling())
+
+
 def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) or is_torch(x)
 
 
 def dtype_name(x: Any) -> str:
     """'float32', 'bfloat16', 'bool' ... whichever library the array comes from."""
-    return _dtype_name(x.dtype)
+    if compiling():  # which sees NumPy arrays as tensors, and knows no NumPy types
+        return _dtype_name((x if is_torch(x) else as_tensor(x)).dtype)
+    name = _names.get(x.dtype)
+    if name is None:
+        name = _names[x.dtype] = _dtype_name(x.dtype)
+    return name
 
 
-@cache
+_names: dict[Any, str] = {}  # str(dtype) takes microseconds
+
+
 def _dtype_name(dtype: Any) -> str:
-    return "bfloat16" if isinstance(dtype, np.dtype) and dtype == BFLOAT16 else str(dtype).removeprefix("torch.")
+    return "bfloat16" if dtype == BFLOAT16 else str(dtype).removeprefix("torch.")
 
 
 def device_name(x: Any) -> str:
@@ -63,18 +76,36 @@ def as_numpy(x: Any) -> Array:
         torch = sys.modules["torch"]
         x = x.detach()
         return x.view(torch.int16).numpy().view(BFLOAT16) if x.dtype == torch.bfloat16 else x.numpy()  # type: ignore[no-any-return]
-    if x.dtype != BFLOAT16 and str(x.dtype) == "bfloat16":
+    if dtype_name(x) == "bfloat16" and x.dtype != BFLOAT16:
         return x.view(BFLOAT16)  # type: ignore[no-any-return]
     return np.asarray(x)
+
+
+def as_tensor(x: Array) -> Any:
+    """The same memory as a PyTorch tensor, copied only if its strides are negative."""
+    if compiling():
+        return sys.modules["torch"].from_numpy(x)
+    x = as_numpy(x)
+    if any(step < 0 for step in x.strides):
+        x = x.copy()
+    return _share(x if x.flags.writeable else _as_writable(x))
+
+
+def _share(x: Array) -> Any:
+    torch = sys.modules["torch"]
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == BFLOAT16 else torch.from_numpy(x)
+
+
+def _as_writable(x: Array) -> Array:
+    """The same memory, without the note that it is not to be written: PyTorch has none, and warns. Nothing writes."""
+    interface = {**x.__array_interface__, "data": (x.ctypes.data, False)}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, owner=x))
 
 
 def like(result: Array, template: Any) -> Any:
     """A result of ours in the library of the caller's array, without a copy."""
     if is_torch(template):
-        torch = sys.modules["torch"]
-        if result.dtype == BFLOAT16:
-            return torch.from_numpy(result.view(np.int16)).view(torch.bfloat16)
-        return torch.from_numpy(result)
+        return _share(result)
     return result.view(template.dtype) if result.dtype == BFLOAT16 else result
 
 

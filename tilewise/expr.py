@@ -8,10 +8,9 @@ what each operation means (values, bounds over a tile, derivatives, source text)
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -142,7 +141,7 @@ class Expr:
         return logic("or", other, self)
 
     def __invert__(self) -> Expr:
-        return _node("not", (_condition("~", self),), BOOL)
+        return _not(self)
 
     def __rshift__(self, after: Any) -> Expr:
         """`first >> after`: the score `after`, applied to the result of `first`."""
@@ -150,7 +149,7 @@ class Expr:
             raise TypeError(
                 f"`>>` composes two scores (numbers over tw.S), got {self!r} >> {after!r}; combine masks with &"
             )
-        return substitute(after, {S: as_float(self)})
+        return _substituted(after, [(S, as_float(self))])
 
     # -- what FlexAttention's functions call on a tensor (its and_masks and or_masks begin with new_ones, new_zeros) --
     def abs(self) -> Expr:
@@ -177,10 +176,10 @@ class Expr:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Expr:
-        return _from_records(copy.deepcopy(_records(self), memo))
+        return from_records(copy.deepcopy(records(self), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_records, (_records(self),)
+        return from_records, (records(self),)
 
     # -- what Python must not do with an expression --------------------------------------------------------------------
     def __bool__(self) -> NoReturn:
@@ -228,7 +227,7 @@ class Expr:
     def __repr__(self) -> str:
         from tilewise.text import to_text
 
-        return to_text(self)
+        return remembered(self, "text", to_text)
 
     @property
     def key(self) -> str:
@@ -246,6 +245,8 @@ T = TypeVar("T")
 
 def remembered(expr: Expr, what: Any, find: Callable[[Expr], T]) -> T:
     """find(expr), found once: a node never changes. The result must not hold the node, or it would never be freed."""
+    if arrays.compiling():  # which follows no changes to what it has seen
+        return find(expr)
     if what not in expr.memo:
         expr.memo[what] = find(expr)
     found: T = expr.memo[what]
@@ -260,14 +261,20 @@ _lock = threading.Lock()
 
 def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None) -> Expr:
     """The node with this operation and these arguments. Equal nodes are one object, so that reuse costs nothing."""
+    if arrays.compiling():  # torch.compile follows plain objects alone; they are interned when the call is read
+        return _new_node(op, args, kind, payload)
     key = (op, kind, _identity(payload), *map(id, args))
     with _lock:
         node = _interned.get(key)
         if node is None:
-            node = object.__new__(Expr)
-            node.op, node.args, node.kind, node.payload, node.memo = op, args, kind, payload, {}
-            _interned[key] = node
+            node = _interned[key] = _new_node(op, args, kind, payload)
         return node
+
+
+def _new_node(op: str, args: tuple[Expr, ...], kind: str, payload: Any) -> Expr:
+    node = object.__new__(Expr)
+    node.op, node.args, node.kind, node.payload, node.memo = op, args, kind, payload, {}
+    return node
 
 
 def _identity(payload: Any) -> Any:
@@ -277,17 +284,21 @@ def _identity(payload: Any) -> Any:
     return repr(payload)  # tells 1 from 1.0 from True, and 0.0 from -0.0
 
 
-def _records(root: Expr) -> list[tuple[str, tuple[int, ...], str, Any]]:
-    """The nodes as plain data, arguments first and by number."""
+Record = tuple[str, tuple[int, ...], str, Any]  # operation, its arguments by number, kind, payload
+
+
+def records(root: Expr) -> list[Record]:
+    """The nodes as plain data, arguments first."""
     order = nodes(root)
-    number = {node: i for i, node in enumerate(order)}
-    return [(node.op, tuple(number[a] for a in node.args), node.kind, node.payload) for node in order]
+    number = {id(node): i for i, node in enumerate(order)}
+    return [(node.op, tuple(number[id(a)] for a in node.args), node.kind, node.payload) for node in order]
 
 
-def _from_records(records: list[tuple[str, tuple[int, ...], str, Any]]) -> Expr:
+def from_records(given: Iterable[Record]) -> Expr:
+    """The expression again. A payload that is an expression stands for itself."""
     made: list[Expr] = []
-    for op, args, kind, payload in records:
-        made.append(_node(op, tuple(made[a] for a in args), kind, payload))
+    for op, args, kind, payload in given:
+        made.append(payload if isinstance(payload, Expr) else _node(op, tuple(made[a] for a in args), kind, payload))
     return made[-1]
 
 
@@ -302,7 +313,7 @@ def constant(value: bool | int | float) -> Expr:
         if not INT32_MIN <= value <= INT32_MAX:
             raise ValueError(f"integers in expressions are 32 bit, got {value}; use a float")
         return _node("const", (), INT, value)
-    if math.isnan(value):
+    if value != value:  # NaN
         raise ValueError("NaN cannot be a constant of an expression; -inf marks a masked score")
     return _node("const", (), FLOAT, value)
 
@@ -313,7 +324,7 @@ def lift(value: Any) -> Expr:
         return value
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, bool | int | float):
+    if isinstance(value, (bool, int, float)):  # torch.compile of PyTorch 2.9 knows no unions
         return constant(value)
     if hasattr(value, "shape") and len(value.shape) == 0:
         return load(value)
@@ -364,8 +375,8 @@ def arithmetic(op: str, a: Any, b: Any) -> Expr:
 def comparison(op: str, a: Any, b: Any) -> Expr:
     x, y = lift(a), lift(b)
     if op in ("eq", "ne") and x.kind == y.kind == BOOL:
-        same = (x & y) | (~x & ~y)
-        return same if op == "eq" else ~same
+        same = (x & y) | (_not(x) & _not(y))
+        return same if op == "eq" else _not(same)
     return _node(op, _numbers(COMPARISONS[op], x, y), BOOL)
 
 
@@ -374,11 +385,15 @@ def logic(op: str, a: Any, b: Any) -> Expr:
     return _node(op, (_condition(symbol, lift(a)), _condition(symbol, lift(b))), BOOL)
 
 
+def _not(x: Expr) -> Expr:  # `~x`, which torch.compile cannot follow
+    return _node("not", (_condition("~", x),), BOOL)
+
+
 def where(condition: Any, a: Any, b: Any) -> Expr:
     """`a` where the condition holds, else `b`."""
     test, x, y = _condition("where", lift(condition)), lift(a), lift(b)
     if x.kind == y.kind == BOOL:
-        return (test & x) | (~test & y)
+        return (test & x) | (_not(test) & y)
     x, y = _numbers("where", x, y)
     return _node("where", (test, x, y), x.kind)
 
@@ -415,7 +430,10 @@ def load(array: Any, *index: Any, grad: bool = False) -> Expr:
 
 def load_slot(slot: Loaded, *index: Any) -> Expr:
     array = slot.array
-    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+    if arrays.compiling() and isinstance(array, np.ndarray):
+        array = arrays.as_tensor(array)
+        slot = Loaded(array, slot.grad, slot.constant)
+    if not arrays.is_array(array) and (not hasattr(array, "shape") or not hasattr(array, "dtype")):
         raise TypeError(f"load(array, ...) needs an array, got {type(array).__name__}; try np.asarray(...)")
     if len(index) != len(array.shape):
         raise TypeError(
@@ -457,14 +475,14 @@ def nodes(*roots: Expr) -> list[Expr]:
 def _walk(*roots: Expr) -> list[Expr]:
     """No recursion: any depth works."""
     order: list[Expr] = []
-    seen: set[Expr] = set()
+    seen: set[int] = set()  # by id: torch.compile cannot follow the hash of an object
     stack = [(root, False) for root in reversed(roots)]
     while stack:
         node, ready = stack.pop()
         if ready:
             order.append(node)
-        elif node not in seen:
-            seen.add(node)
+        elif id(node) not in seen:
+            seen.add(id(node))
             stack.append((node, True))
             stack.extend((a, False) for a in reversed(node.args))
     return order
@@ -497,10 +515,15 @@ def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
 
 def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
     """`expr` with each of these nodes replaced by another of the same type."""
-    new: dict[Expr, Expr] = {}
+    return _substituted(expr, list(replacements.items()))
+
+
+def _substituted(expr: Expr, replacements: list[tuple[Expr, Expr]]) -> Expr:
+    new = {id(old): other for old, other in replacements}
     for node in nodes(expr):
-        new[node] = replacements[node] if node in replacements else rebuild(node, tuple(new[a] for a in node.args))
-    return new[expr]
+        if id(node) not in new:
+            new[id(node)] = rebuild(node, tuple(new[id(a)] for a in node.args))
+    return new[id(expr)]
 
 
 def variables(expr: Expr) -> frozenset[str]:

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from tilewise import expr as ex
-from tilewise.expr import BOOL, B, Expr, H, K, Q, S, as_float, lift, load
+from tilewise.expr import BOOL, B, Expr, H, K, Q, S, as_float, lift
 
 
 def from_mask_mod(function: Callable[..., Any]) -> Expr:
@@ -43,16 +43,7 @@ def _indexing_loads() -> AbstractContextManager[Any]:
     """While it is open, a tensor indexed by expressions is a load. Without PyTorch there are no tensors to index."""
     if "torch" not in sys.modules:
         return nullcontext()
-    import torch
-    from torch.overrides import TorchFunctionMode
-
-    class IndexingLoads(TorchFunctionMode):  # type: ignore[misc]
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.Tensor.__getitem__:
-                index = args[1] if isinstance(args[1], tuple) else (args[1],)
-                if any(isinstance(i, Expr) for i in index):
-                    return load(args[0], *index)
-            return func(*args, **(kwargs or {}))
+    from tilewise.pytorch.indexing import IndexingLoads
 
     return IndexingLoads()
 
@@ -72,7 +63,7 @@ def _table() -> dict[str, Callable[..., Expr]]:
     table: dict[str, Callable[..., Expr]] = {
         "where": ex.where, "minimum": ex.minimum, "maximum": ex.maximum, "exp": ex.exp, "log": ex.log, "tanh": ex.tanh,
         "abs": abs, "absolute": abs, "negative": operator.neg, "neg": operator.neg,
-        "logical_not": operator.invert, "invert": operator.invert, "bitwise_not": operator.invert,
+        "logical_not": Expr.__invert__, "invert": Expr.__invert__, "bitwise_not": Expr.__invert__,
     }  # fmt: skip
     binary = {
         "add": ("add", "__add__"), "sub": ("subtract", "sub", "__sub__"), "mul": ("multiply", "mul", "__mul__"),

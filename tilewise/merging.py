@@ -40,7 +40,7 @@ def merge(partials: Sequence[Any], *, sinks: Any = None) -> Partial:
 
 
 def _partial(i: int, given: Any) -> Partial:
-    if not isinstance(given, Partial) and not (isinstance(given, tuple | list) and len(given) == 2):
+    if not isinstance(given, Partial) and not (isinstance(given, (tuple, list)) and len(given) == 2):
         raise TypeError(f"merge: partial {i}: expected (out, lse), got {type(given).__name__}")
     part = given if isinstance(given, Partial) else Partial(*given)
     if not arrays.is_array(part.out) or not arrays.is_array(part.lse):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tilewise import expr as ex
+from tilewise.arrays import compiling
 from tilewise.expr import Expr
 
 MAX_LENGTH = 65536
@@ -105,6 +106,8 @@ class ExpressionError(ValueError):
 
 def parse(text: str, arrays: Sequence[Any] = ()) -> Expr:
     """Text such as "causal() & window(512)" as an expression. a0, a1 ... name the given arrays."""
+    if compiling():
+        raise TypeError("parse: torch.compile cannot follow it; parse the text outside the compiled function")
     if not isinstance(text, str):
         raise TypeError(f"parse: expected text such as 'causal() & window(512)', got {type(text).__name__}")
     if len(text) > MAX_LENGTH:
@@ -112,6 +115,11 @@ def parse(text: str, arrays: Sequence[Any] = ()) -> Expr:
     if not text.isascii():  # Python folds letters that look alike into one name
         odd = next(c for c in text if not c.isascii())
         raise ExpressionError(f"in {_shorten(text)!a}: expressions are written in ASCII, got {odd!a}")
+    return read(text, arrays)
+
+
+def read(text: str, arrays: Sequence[Any] = ()) -> Expr:
+    """`parse` for text that is `to_text`'s own, of any length."""
     try:
         return _Parser(text, arrays).parse()
     except (SyntaxError, RecursionError, MemoryError) as error:

@@ -1,6 +1,7 @@
 """From a caller's arguments to a Call: everything checked at once, nothing copied.
 
-Every error names the argument, what came and what was expected.
+`outline` checks what can be told without looking at any numbers (torch.compile has none to look at), `settle` the
+rest, `prepare` both. Every error names the argument, what came and what was expected.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,11 +30,14 @@ class Call:
     """A checked call: q, k, v as (batch, heads, n, d) views, and the layout that results go back to."""
 
     spec: Attention
-    shape: Shape
     q: Any
     k: Any
     v: Any
     rank: int  # of the caller's arrays, or PACKED
+
+    @cached_property
+    def shape(self) -> Shape:
+        return Shape.of(self.spec, self.q, self.k, self.v)
 
     def restore(self, x: Any) -> Any:
         """An array of (batch, heads, n, ...) in the caller's layout."""
@@ -53,6 +59,20 @@ def _expand(x: Any, rank: int) -> Any:
 
 def prepare(q: Any, k: Any, v: Any, **options: Any) -> Call:
     """Check a dense call; options are those of `attention` that say what to compute."""
+    return _settled(outline(q, k, v, **options))
+
+
+def prepare_varlen(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, **options: Any) -> Call:
+    """Check a call on packed sequences."""
+    return _settled(outline_varlen(q, k, v, lengths_q, lengths_k, **options))
+
+
+def _settled(call: Call) -> Call:
+    return replace(call, spec=settle(call.spec, call.shape))
+
+
+def outline(q: Any, k: Any, v: Any, **options: Any) -> Call:
+    """A dense call, as far as types, sizes and devices tell that it is right."""
     _check_arrays(q, k, v)
     rank = len(q.shape)
     if rank not in _LAYOUTS:
@@ -64,41 +84,64 @@ def prepare(q: Any, k: Any, v: Any, **options: Any) -> Call:
             )
     q, k, v = (_expand(x, rank) for x in (q, k, v))
     _check_sizes(q, k, v)
-    spec = _spec(q, k, rank, **options)
-    return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, rank))
+    return _on_one_device(Call(_spec(q, k, rank, **options), q, k, v, rank))
 
 
-def prepare_varlen(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, **options: Any) -> Call:
-    """Check a call on packed sequences."""
+def outline_varlen(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, **options: Any) -> Call:
+    """The same for packed sequences; their lengths are as the caller gave them."""
     _check_arrays(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
             raise ValueError(f"{name}: packed sequences are (total, heads, d), got shape {tuple(x.shape)}")
-    lengths = Lengths(_cumulative("lengths_q", lengths_q, q, "q"), _cumulative("lengths_k", lengths_k, k, "k"))
-    if len(lengths.q) != len(lengths.k):
+    lengths = Lengths(_lengths("lengths_q", lengths_q), _lengths("lengths_k", lengths_k))
+    if lengths.q.shape != lengths.k.shape:
         raise ValueError(f"lengths_k: expected {len(lengths.q)} entries as lengths_q has, got {len(lengths.k)}")
     q, k, v = (_expand(x, PACKED) for x in (q, k, v))
     _check_sizes(q, k, v)
-    spec = _spec(q, k, PACKED, lengths, **options)
-    return _checked(Call(spec, Shape.of(spec, q, k, v), q, k, v, PACKED))
+    return _on_one_device(Call(_spec(q, k, PACKED, lengths, **options), q, k, v, PACKED))
+
+
+def settle(spec: Attention, shape: Shape) -> Attention:
+    """Check the numbers: what lengths hold, and what the variant reads against the sizes of the call."""
+    if spec.lengths is not None:
+        lengths_q = _cumulative("lengths_q", spec.lengths.q, shape.n_q, "q")
+        lengths_k = _cumulative("lengths_k", spec.lengths.k, shape.n_k, "k")
+        spec = replace(spec, lengths=Lengths(lengths_q, lengths_k))
+    check_variant(spec, shape)
+    return spec
+
+
+def check_operands(q: Any, k: Any, v: Any, sinks: Any, loaded: Sequence[Any]) -> None:
+    """Check the (batch, heads, n, d) arrays, and those beside them, of a call that comes as an operator's operands."""
+    _check_arrays(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if len(x.shape) != 4:
+            raise ValueError(f"{name}: expected (batch, heads, n, d), got shape {tuple(x.shape)}")
+    _check_sizes(q, k, v)
+    _sinks(sinks, q)
+    for array in loaded:
+        _check_device(array, q)
 
 
 def _check_arrays(q: Any, k: Any, v: Any) -> None:
+    first: tuple[bool, str, str] | None = None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not arrays.is_array(x):
             raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}")
-        if arrays.is_torch(x) != arrays.is_torch(q):
+        tensor, dtype, device = found = arrays.is_torch(x), arrays.dtype_name(x), arrays.device_name(x)
+        first = first or found
+        if tensor != first[0]:
             raise TypeError(f"{name}: expected {_library(q)} as q is, got {_library(x)}")
-        if arrays.dtype_name(x) not in arrays.FLOAT_DTYPES:
-            raise TypeError(f"{name}: expected {', '.join(arrays.FLOAT_DTYPES)}, got {arrays.dtype_name(x)}")
-        if arrays.dtype_name(x) != arrays.dtype_name(q):
-            raise TypeError(f"{name}: expected {arrays.dtype_name(q)} as q is, got {arrays.dtype_name(x)}")
-        if arrays.is_torch(x) and str(x.layout) != "torch.strided":
+        if dtype not in arrays.FLOAT_DTYPES:
+            raise TypeError(f"{name}: expected {', '.join(arrays.FLOAT_DTYPES)}, got {dtype}")
+        if dtype != first[1]:
+            raise TypeError(f"{name}: expected {first[1]} as q is, got {dtype}")
+        if tensor and str(x.layout) != "torch.strided":
             raise TypeError(
                 f"{name}: expected a dense tensor, got one of layout {x.layout}; convert it with .to_dense()"
             )
-        if arrays.device_name(x) != arrays.device_name(q):
-            raise ValueError(f"{name}: expected device {arrays.device_name(q)} as q is on, got {arrays.device_name(x)}")
+        if device != first[2]:
+            raise ValueError(f"{name}: expected device {first[2]} as q is on, got {device}")
 
 
 def _library(x: Any) -> str:
@@ -235,7 +278,7 @@ def _sinks(sinks: Any, q: Any) -> Any:
     return sinks
 
 
-def _cumulative(name: str, lengths: Any, packed: Any, what: str) -> np.ndarray[Any, Any]:
+def _lengths(name: str, lengths: Any) -> Any:
     if not arrays.is_array(lengths):
         try:
             lengths = np.asarray(lengths)
@@ -246,26 +289,32 @@ def _cumulative(name: str, lengths: Any, packed: Any, what: str) -> np.ndarray[A
             f"{name}: expected a 1-D array of integers [0, ..., total], got {arrays.dtype_name(lengths)} "
             f"of shape {tuple(lengths.shape)}"
         )
+    return lengths
+
+
+def _cumulative(name: str, lengths: Any, rows: int, what: str) -> np.ndarray[Any, Any]:
     values = arrays.as_numpy(lengths).astype(np.int64)
-    if values[0] != 0 or values[-1] != packed.shape[0] or np.any(np.diff(values) < 0):
+    if values[0] != 0 or values[-1] != rows or np.any(np.diff(values) < 0):
         raise ValueError(
-            f"{name}: expected cumulative lengths that rise from 0 to {packed.shape[0]} (the rows of {what}), "
+            f"{name}: expected cumulative lengths that rise from 0 to {rows} (the rows of {what}), "
             f"got {np.array2string(values, threshold=8)}"
         )
     return values
 
 
-def _checked(call: Call) -> Call:
-    """Check what the variant reads against the sizes of the call."""
+def _on_one_device(call: Call) -> Call:
     for slot in call.spec.loaded:
-        found = arrays.device_name(slot.array)
-        if found != call.shape.device and not slot.constant:
-            raise ValueError(
-                f"a loaded array (mask, bias, table ...) is on {found} and q on {call.shape.device}; "
-                "move it there yourself: nothing is copied between devices silently"
-            )
-    check_variant(call.spec, call.shape)
+        if not slot.constant:
+            _check_device(slot.array, call.q)
     return call
+
+
+def _check_device(array: Any, q: Any) -> None:
+    if arrays.device_name(array) != arrays.device_name(q):
+        raise ValueError(
+            f"a loaded array (mask, bias, table ...) is on {arrays.device_name(array)} and q on "
+            f"{arrays.device_name(q)}; move it there yourself: nothing is copied between devices silently"
+        )
 
 
 def check_variant(spec: Attention, shape: Shape) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -21,6 +22,7 @@ def describe(device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
         "cpu": cpu_model(),
         "cores": cores(),
         "memory_bytes": total_memory(),
+        "cache_bytes": cache_bytes(),
         "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         "python": platform.python_version(),
         "numpy": np.__version__,
@@ -59,6 +61,15 @@ def total_memory() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
+        return None
+
+
+def cache_bytes() -> int | None:
+    """The last-level cache: the largest that the first core has; None where the system does not say."""
+    try:
+        told = [path.read_text().strip() for path in _CACHES.glob("index*/size")]
+        return max((int(size.removesuffix("K")) * 1024 for size in told), default=None)
+    except (OSError, ValueError):
         return None
 
 

@@ -1,4 +1,4 @@
-"""The suite as pictures: speed beside the machine's peak, decoding beside its read rate, growth of time and memory."""
+"""The suite as pictures: speed beside the machine's peak, decoding beside plain reads, growth of time and memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tilewise.bench.suite import DECODE_HEADS, GROUPS_AT, SECTIONS
 
 Results = dict[str, Any]
 _LIMIT = {"color": TEXT, "linestyle": (0, (4, 2)), "linewidth": 1.3, "zorder": 1}
+_PLAIN_READ = {"linestyle": "none", "marker": "_", "markersize": 16, "markeredgewidth": 2, "zorder": 1}
 
 
 def draw(sections: dict[str, Results], folder: Path) -> list[Path]:
@@ -93,10 +94,9 @@ def _decode(results: Results) -> Any:
     axes[0][-1].set_title(f"float32, {GROUPS_AT} keys", fontsize=11, fontweight="bold")
     axes[0][-1].set_xlabel("query heads for each key head")
     for axis in axes[0]:
-        _limit(axis, results["machine"]["read_gbs"], "measured read rate of main memory")
         axis.set_ylim(bottom=0)
     axes[0][0].set_ylabel("k and v read, GB/s (higher is better)")
-    parts.footer(figure, results, "Medians.")
+    parts.footer(figure, results, "Medians. Bars: a plain read of the same k and v, in the same process.")
     parts.legend(figure, axes, "Decoding on the CPU: one query for many keys")
     return figure
 
@@ -105,6 +105,9 @@ def _rates(axis: Any, records: list[Record], along: str, colours: Palette) -> No
     for name, line in parts.lines(records, "read_gbs", along).items():
         rates = [r["read_gbs"] for r in line]
         axis.plot([r[along] for r in line], rates, label=name, **parts.line_style(line[0], colours))
+    for name, line in parts.lines(records, "plain_read_gbs", along).items():
+        rates = [r["plain_read_gbs"] for r in line]
+        axis.plot([r[along] for r in line], rates, label=f"plain read, {name}", color=colours[name], **_PLAIN_READ)
     parts.log_ticks(axis, sorted(parts.unique(records, along)))
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from statistics import median
 from typing import Any
 
 from tilewise.bench import machine
+from tilewise.bench.problem import Cell
 from tilewise.bench.process import Child
 from tilewise.bench.refusal import RefusedError, public
 
 LIBRARY = "tilewise.kernels.cpu.library"
 _TIMEOUT = 120.0
+_BUFFERS = 4  # each lies elsewhere in memory, on large pages or on small ones
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Roof:
     """Both with all threads; None where they could not be measured, and why."""
 
     peak_gflops: float | None = None  # float32 multiplications and additions, fused
-    read_gbs: float | None = None  # main memory
+    read_gbs: float | None = None  # main memory: the best of a few buffers
     unmeasured: str | None = None
 
 
@@ -33,7 +37,7 @@ class Meter:
         self._library: Any = import_module(library)
 
     def rates(self) -> tuple[float, float]:
-        return self._library.peak_flops("float32"), self._library.read_rate()
+        return self._library.peak_flops("float32"), max(self._library.read_rate() for _ in range(_BUFFERS))
 
 
 def measured(threads: int | None) -> Roof:
@@ -52,12 +56,26 @@ def measured(threads: int | None) -> Roof:
     return Roof(flops / 1e9, read / 1e9)
 
 
+def reading(cell: Cell, seconds: float, plain: Sequence[float], cache: int | None) -> dict[str, Any]:
+    """What a record says of a step that must read k and v. plain: rates of only reading them, bytes a second."""
+    times_cache = None if cache is None else cell.key_bytes / cache
+    return {
+        "read_gbs": cell.key_bytes / seconds / 1e9,
+        "plain_read_gbs": median(plain) / 1e9 if plain else None,
+        "times_cache": times_cache,
+        "fits_cache": None if times_cache is None else times_cache <= 1,
+    }
+
+
 def fractions(record: dict[str, Any], roof: Roof) -> dict[str, float | None]:
-    """A record's speeds as parts of the machine's; halves are computed in float32, float64 has another peak."""
+    """A record's speeds as parts of the limits; halves are computed in float32, float64 has another peak.
+
+    Reading is compared with a plain read of the same arrays: the machine's own rate depends on where an array lies.
+    """
     peak = None if record["dtype"] == "float64" else roof.peak_gflops
     return {
         "fraction": _share(record["gflops"], peak),
-        "read_fraction": _share(record["read_gbs"], roof.read_gbs),
+        "read_fraction": _share(record["read_gbs"], record["plain_read_gbs"] or roof.read_gbs),
     }
 
 

@@ -67,7 +67,7 @@ class Sweep:
         problem = Problem.make(cell, self.settings.seed)
         entrants, records = self._enter(problem, team)
         seconds, failed = measure.round_robin(
-            {name: partial(self._turn, team, name, e.takes) for name, e in entrants.items()},
+            {name: partial(self._turn, team, cell, name, e) for name, e in entrants.items()},
             {name: e.count for name, e in entrants.items()},
         )
         for contestant in self.contestants:
@@ -108,8 +108,11 @@ class Sweep:
         count = measure.repetitions(takes, self.settings.budget, self.settings.repeat, self.settings.least)
         return _Entrant(verdict, int(against.rows.size), held_bytes, takes, count)
 
-    def _turn(self, team: Team, name: str, takes: float, count: int) -> list[float]:
-        seconds: list[float] = team.ask(name, "turn", count, timeout=self.settings.timeout + 10 * count * takes)
+    def _turn(self, team: Team, cell: Cell, name: str, entrant: _Entrant, count: int) -> list[float]:
+        timeout = self.settings.timeout + 10 * count * entrant.takes
+        seconds: list[float] = team.ask(name, "turn", count, timeout=timeout)
+        if cell.n_q == 1 and cell.device == "cpu" and (rate := team.plain_read(name, self.settings.timeout)):
+            entrant.plain_reads.append(rate)
         return seconds
 
     def _too_slow(self, problem: Problem, contestant: Contestant) -> RefusedError | None:
@@ -134,7 +137,8 @@ class Sweep:
             error=verdict.error if verdict.error < float("inf") else None, error_rows=entrant.rows,
         )  # fmt: skip
         if problem.cell.n_q == 1 and times.median:
-            record["read_gbs"] = problem.cell.key_bytes / times.median / 1e9
+            cache = machine.cache_bytes() if problem.cell.device == "cpu" else None
+            record.update(roofline.reading(problem.cell, times.median, entrant.plain_reads, cache))
         return record
 
     def _memory(self, cell: Cell, name: str, entrant: _Entrant, team: Team) -> Record:
@@ -155,6 +159,7 @@ class _Entrant:
     held_bytes: int
     takes: float  # seconds of a call
     count: int
+    plain_reads: list[float] = field(default_factory=list)  # bytes a second, one a turn
 
 
 def results(
@@ -178,7 +183,8 @@ def _record(cell: Record, contestant: Contestant, refused: RefusedError | None) 
     """A record with every field; numbers come later, if they come."""
     numbers = dict.fromkeys(
         ("median_ms", "min_ms", "p10_ms", "p90_ms", "repetitions", "gflops", "fraction", "read_gbs",
-         "read_fraction", "ratio", "error", "error_rows", "held_bytes", "extra_bytes", "memory_reason", "rest_ms")
+         "plain_read_gbs", "read_fraction", "times_cache", "fits_cache", "ratio", "error", "error_rows", "held_bytes",
+         "extra_bytes", "memory_reason", "rest_ms")
     )  # fmt: skip
     status, reason = ("ok", None) if refused is None else (refused.status, public(refused.reason))
     return {

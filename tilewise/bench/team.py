@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from tilewise.bench import machine, memory
+from tilewise.bench import machine, memory, roofline
 from tilewise.bench.problem import Cell
 from tilewise.bench.process import Child
+from tilewise.bench.refusal import RefusedError
 
 _PLAYER = "tilewise.bench.player:Player"
 
@@ -28,6 +29,19 @@ class Team:
         answer = child.ask(method, *args, timeout=timeout)
         self.rests[name] = child.rest()
         return answer
+
+    def plain_read(self, name: str, timeout: float) -> float | None:
+        """Bytes a second of only reading the contestant's k and v, in its process; None where nobody can measure it.
+
+        Asked between its turns, when its threads sleep; those that read sleep again afterwards.
+        """
+        child = self._children[name]
+        try:
+            rate: float | None = child.ask("plain_read", roofline.LIBRARY, timeout=timeout)
+        except RefusedError:  # the benchmark can do without
+            return None
+        child.rest()
+        return rate
 
     def extra_bytes(self, name: str, cell: Cell, seed: int, timeout: float) -> int:
         """Memory of one call: on the CPU in a fresh process, whose allocator gives back what it frees."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any
 
@@ -36,3 +38,20 @@ def array(variant: str, name: str, value: Any, kind: str, ranks: range) -> Any:
         expected = " or ".join(map(str, ranks))
         raise ValueError(f"{variant}: {name} must have {expected} dimensions, got shape {tuple(value.shape)}")
     return value
+
+
+def constant_table(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a variant's own array: it runs once for the same arguments."""
+    made = cache(make)
+
+    def tensor(*args: Any) -> Any:
+        return arrays.as_tensor(made(*args))
+
+    # What torch.compiler.assume_constant_result sets (PyTorch need not be there): this is run, not followed.
+    tensor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @wraps(make)
+    def table(*args: Any) -> Any:
+        return tensor(*args) if arrays.compiling() else made(*args)
+
+    return table

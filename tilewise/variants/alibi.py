@@ -1,13 +1,12 @@
 """ALiBi: a penalty that grows with distance, at a slope of its own for each head."""
 
-from functools import cache
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from tilewise.expr import Expr, H, K, Loaded, S, load, load_slot
-from tilewise.variants._checks import P, array, whole
+from tilewise.variants._checks import P, array, constant_table, whole
 
 MAX_HEADS = 65536
 
@@ -30,7 +29,7 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
     return S - slope * abs(P - K)
 
 
-@cache
+@constant_table
 def published_slopes(heads: int) -> Any:
     """Powers of 2 ** (-8 / heads); if heads is no power of 2, every other slope of the next power is added."""
     if heads > MAX_HEADS:

@@ -1,13 +1,12 @@
 """T5's relative position bias: near distances have an entry each, far ones share entries, ever wider ones."""
 
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from tilewise.expr import Expr, H, K, Loaded, S, load, load_slot, maximum, minimum
-from tilewise.variants._checks import P, array, whole
+from tilewise.variants._checks import P, array, constant_table, whole
 
 
 def t5(table: Any, max_distance: int = 128, bidirectional: bool = True, grad: bool = False) -> Expr:
@@ -32,12 +31,12 @@ def t5(table: Any, max_distance: int = 128, bidirectional: bool = True, grad: bo
     # The buckets are looked up by distance: no logarithm in a kernel, the same bucket on every system.
     lookup = bucket_of_distance(side, max_distance, bidirectional)
     entry = P - K + max_distance if bidirectional else P - K
-    bucket = load_slot(Loaded(lookup, constant=True), minimum(maximum(entry, 0), len(lookup) - 1))
+    bucket = load_slot(Loaded(lookup, constant=True), minimum(maximum(entry, 0), lookup.shape[0] - 1))
     head = [H] if len(table.shape) == 2 else []
     return S + load(table, bucket, *head, grad=grad)
 
 
-@cache
+@constant_table
 def bucket_of_distance(buckets: int, max_distance: int, bidirectional: bool) -> Any:
     """The bucket of each distance: the first half of a side's buckets exact, the second half logarithmic.
 

@@ -50,8 +50,7 @@ class Marshal:
             code = bytecode(spec.mask)
             call.mask, call.mask_at = self.program(code), code.at
         if spec.sinks is not None:
-            sinks = arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype)
-            call.sinks = self.data(np.require(sinks, requirements=["C", "A"]))
+            call.sinks = self.data(np.require(arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype), None, ["C", "A"]))
         return call
 
     def array(self, x: Array) -> structs.Array:

@@ -129,8 +129,8 @@ INLINE Vec<float> exp_of(Vec<float> x) {
     p = p * r + 2.402264791e-01f;
     p = p * r + 6.931472029e-01f;
     p = p * r + 1.0f;
-    Vec<int32_t> bits = (Vec<int32_t>)p + ((Vec<int32_t>)t << 23);
-    return (Vec<float>)(x < -87.33f ? Vec<int32_t>{} : bits);
+    Vec<uint32_t> bits = (Vec<uint32_t>)p + ((Vec<uint32_t>)t << 23);
+    return (Vec<float>)(x < -87.33f ? Vec<uint32_t>{} : bits);
 }
 INLINE Vec<double> exp_of(Vec<double> x) {
     const double magic = 6755399441055744.0;  // 1.5 * 2^52
@@ -151,8 +151,8 @@ INLINE Vec<double> exp_of(Vec<double> x) {
     p = p * r + 0.5;
     p = p * r + 1.0;
     p = p * r + 1.0;
-    Vec<int64_t> bits = (Vec<int64_t>)p + ((Vec<int64_t>)t << 52);
-    return (Vec<double>)(x < -708.39 ? Vec<int64_t>{} : bits);
+    Vec<uint64_t> bits = (Vec<uint64_t>)p + ((Vec<uint64_t>)t << 52);
+    return (Vec<double>)(x < -708.39 ? Vec<uint64_t>{} : bits);
 }
 
 template <class T> constexpr T INF = T(__builtin_inf());

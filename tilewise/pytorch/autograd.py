@@ -1,0 +1,104 @@
+"""Gradients of the operators, for autograd and for torch.func. Tensors come side by side: q, k, v, sinks, *arrays.
+
+For the forward operator torch.library.register_autograd would do, but it walks lists of tensors in Python, and that
+takes longer than a small attention.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import wire
+
+
+def register(library: Any) -> None:
+    library.impl("attention", _attention, "Autograd")
+    torch.library.register_autograd("tilewise::attention_backward", _no_second_derivative, lib=library)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> tuple[Tensor, ...]:
+    tensors = (q, k, v, sinks, *arrays)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return _Attention.apply(spec, *tensors)  # type: ignore[no-any-return]
+    return _below_autograd(spec, *tensors)
+
+
+def _below_autograd(spec: str, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *arrays: Tensor) -> tuple[Tensor, ...]:
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tilewise.attention.default(q, k, v, arrays, sinks, spec)  # type: ignore[no-any-return]
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, spec: str, *tensors: Any) -> tuple[Tensor, ...]:
+        output = _below_autograd(spec, *tensors)
+        _remember(ctx, (spec, *tensors), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        return _gradients(ctx, d_out, d_lse, _backward)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.spec, *tensors = inputs
+    ctx.save_for_backward(*tensors, *output)  # raises in backward if one was changed in place since
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, backward: Any) -> tuple[Any, ...]:
+    """One for each input: spec, q, k, v, sinks, *arrays."""
+    q, k, v, sinks, *arrays, out, lse = ctx.saved_tensors
+    needed = ctx.needs_input_grad[5:]
+    wanted = [i for i in wire.score_arrays(ctx.spec) if needed[i]]
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_q, d_k, d_v, *others = backward(ctx.spec, wanted, out, lse, d_out, d_lse, q, k, v, sinks, *arrays)
+    d_sinks = None if sinks is None else others.pop()
+    d_arrays = dict(zip(wanted, others, strict=True))
+    return None, d_q, d_k, d_v, d_sinks, *map(d_arrays.get, range(len(arrays)))
+
+
+def _backward(
+    spec: str, wanted: list[int], out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Any, q: Any, k: Any, v: Any,
+    sinks: Any, *arrays: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    operator = torch.ops.tilewise.attention_backward.default
+    with nullcontext() if torch.is_grad_enabled() else torch._C._AutoDispatchBelowAutograd():
+        *grads, others = operator(q, k, v, arrays, sinks, spec, out, lse, d_out, d_lse, wanted)
+    return (*grads, *others)
+
+
+def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise NotImplementedError(
+        "tilewise attention has first derivatives alone, and a second one was asked for (create_graph=True, a gradient "
+        "penalty ...); write that part with torch.softmax"
+    )
+
+
+# -- torch.func: its transforms take autograd functions with a setup_context, not operators ---------------------------
+
+
+class Transformed(torch.autograd.Function):  # type: ignore[misc]
+    """Attention under torch.func.grad, torch.vmap and the like."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(_below_autograd)
+    setup_context = staticmethod(_remember)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
+        return _gradients(ctx, d_out, d_lse, _TransformedBackward.apply)
+
+
+class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
+    generate_vmap_rule = True
+    forward = staticmethod(_backward)
+    backward = staticmethod(_no_second_derivative)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """To refuse, nothing need be remembered."""

@@ -1,0 +1,49 @@
+"""Tensors: from the arguments of `attention` to the operator, run now or traced by torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise import arrays, dispatch, validate, wire
+from tilewise.pytorch import autograd, operator
+
+
+def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
+    """(out, lse) in the caller's layout; differentiable in q, k, v, sinks and every float tensor the score reads."""
+    if arrays.compiling():
+        from tilewise.pytorch import trace
+
+        return trace.attention(q, k, v, lengths, kernel, options)
+    return run(q, k, v, lengths, kernel, options)
+
+
+def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
+    """The call, on tensors with numbers or on fake ones."""
+    q, k, v = _autocast(q, k, v)
+    if lengths is None:
+        call = validate.outline(q, k, v, **options)
+    else:
+        call = validate.outline_varlen(q, k, v, *lengths, **options)
+    dispatch.check_name(kernel)
+    if call.q.is_meta:  # the operator would answer with shapes; a caller asked for numbers
+        dispatch.resolve(kernel, call.spec, call.shape)
+    line, given = wire.encode(call.spec, kernel)
+    tensors = [x if arrays.is_torch(x) else arrays.as_tensor(x).to(call.q.device) for x in given]
+    if torch._C._are_functorch_transforms_active():
+        out, lse = autograd.Transformed.apply(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
+    else:
+        out, lse = operator.attention(call.q, call.k, call.v, tensors, call.spec.sinks, line)
+    return call.restore(out), call.restore(lse)
+
+
+def _autocast(*given: Any) -> tuple[Any, ...]:
+    """Under torch.autocast, floats but float64 in its type: as PyTorch's own attention."""
+    device = given[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return given
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if arrays.is_torch(x) and x.is_floating_point() and x.dtype != torch.float64 else x for x in given
+    )

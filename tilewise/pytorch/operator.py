@@ -1,0 +1,143 @@
+"""The PyTorch operators tilewise::attention and tilewise::attention_backward. Imported only when a tensor is passed.
+
+`spec` is the line of text of wire.py and `arrays` are what it names; q, k, v are (batch, heads, n, d). An operator has
+numbers, shapes without numbers (for torch.compile), gradients, and a way to be called under vmap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewise import dispatch, validate, wire
+from tilewise.pytorch import autograd, vmap
+from tilewise.spec import Attention, Partial, Shape
+from tilewise.wire import Template
+
+_CACHE_SIZE = 256
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor[] arrays, Tensor? sinks, str spec"
+# A row of a head stays contiguous: torch.compile may not choose other strides for what goes in.
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(f"attention({_OPERANDS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_library.define(
+    f"attention_backward({_OPERANDS}, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, int[] wanted)"
+    " -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor[] d_others)",
+    tags=_TAGS,
+)
+attention = torch.ops.tilewise.attention.default
+attention_backward = torch.ops.tilewise.attention_backward.default
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> tuple[Tensor, Tensor]:
+    q, k, v = map(_with_rows, (q, k, v))
+    template, shape = _recognise(q, k, v, arrays, sinks, spec)
+    held = _settled(template, shape, arrays, sinks)
+    done = dispatch.resolve(template.kernel, held, shape).forward(held, q, k, v)
+    return _stored(done.out, _out_strides(q, v)), _contiguous(done.lse)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str,
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, wanted: list[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    """d_others: the gradients of the wanted arrays, in that order, and then that of sinks, if there are any."""
+    q, k, v, d_out = map(_with_rows, (q, k, v, d_out))
+    d_lse = None if d_lse is None else d_lse.contiguous()
+    template, shape = _recognise(q, k, v, arrays, sinks, spec)
+    arrays = [x.detach() for x in arrays]  # one object a place, even if a tensor comes twice
+    held = _settled(template, shape, arrays, sinks, wanted)
+    system = dispatch.resolve(template.kernel, held, replace(shape, backward=True))
+    grads = system.backward(held, q, k, v, Partial(out, lse), d_out, d_lse)
+    by_array = {id(slot.array): grad for slot, grad in zip(held.wanted, grads.arrays, strict=True)}
+    others = [by_array[id(arrays[i])] for i in wanted] + ([] if sinks is None else [grads.sinks])
+    return _contiguous(grads.q), _contiguous(grads.k), _contiguous(grads.v), [_contiguous(x) for x in others]
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """Kernels take any strides but the last: gradients of sums come expanded from one number."""
+    return x if x.shape[-1] < 2 or x.stride(-1) == 1 else x.contiguous()
+
+
+def _out_strides(q: Tensor, v: Tensor) -> tuple[int, ...]:
+    """Stored as q is: heads side by side, as a projection leaves them, or one after the other."""
+    (_, heads, n, _), d = q.shape, v.shape[3]
+    return (n * heads * d, d, heads * d, 1) if q.stride(1) < q.stride(2) else (heads * n * d, n * d, d, 1)
+
+
+def _stored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides: compiled code relies on what the operator says about its results."""
+    if x.stride() == strides:
+        return x
+    if all(n < 2 or have == want for n, have, want in zip(x.shape, x.stride(), strides, strict=True)):
+        return x.as_strided(x.shape, strides)
+    return x.new_empty_strided(x.shape, strides).copy_(x)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.contiguous() if x.numel() else x.new_empty(x.shape)  # NumPy has other strides where there is nothing
+
+
+_recognised: dict[tuple[Any, ...], tuple[Template, Shape]] = {}
+
+
+def _recognise(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> tuple[Template, Shape]:
+    """Read the spec, and check it against the operands, once for all operands of the same types and sizes."""
+    template = wire.decode(spec, arrays)
+    described = [(x.shape, x.dtype, x.device) for x in (q, k, v, sinks) if x is not None]
+    key = (template, *described, *(x.device for x in arrays))
+    found = _recognised.get(key)
+    if found is None:
+        validate.check_operands(q, k, v, sinks, arrays)
+        held = template.fill(arrays, sinks)
+        shape = Shape.of(held, q, k, v)
+        if not template.packed:
+            validate.check_variant(held, shape)
+        if len(_recognised) >= _CACHE_SIZE:
+            _recognised.clear()
+        found = _recognised[key] = template, shape
+    return found
+
+
+def _settled(
+    template: Template, shape: Shape, arrays: list[Tensor], sinks: Any, wanted: Sequence[int] = ()
+) -> Attention:
+    """The attention that the operands say; lengths are looked at anew in each call."""
+    held = template.fill(arrays, sinks, wanted)
+    return validate.settle(held, shape) if template.packed else held
+
+
+# -- shapes without numbers -------------------------------------------------------------------------------------------
+
+
+def _fake_forward(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str
+) -> tuple[Tensor, Tensor]:
+    if all(type(n) is int for x in (q, k, v, *arrays) for n in x.shape):  # if sizes are known, mistakes show now
+        _recognise(q, k, v, arrays, sinks, spec)
+    out = q.new_empty_strided((*q.shape[:3], v.shape[3]), _out_strides(q, v))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _fake_backward(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str,
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, wanted: list[int],
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    others = [arrays[i] for i in wanted] + ([] if sinks is None else [sinks])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), [x.new_empty(x.shape) for x in others]
+
+
+_library.impl("attention", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("tilewise::attention", _fake_forward, lib=_library)
+torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
+autograd.register(_library)
+vmap.register(_library, attention, attention_backward)

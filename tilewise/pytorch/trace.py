@@ -1,0 +1,74 @@
+"""torch.compile: a call of attention as the compiler can follow it, with expressions as plain data.
+
+The compiler reads Python step by step, but no locks, weak references or NumPy. So expressions are taken apart into
+words, numbers and tensors where it reads, and put together again behind `allow_in_graph`, where Python simply runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewise.expr import Expr, Loaded, from_records, records
+from tilewise.pytorch import front
+
+
+def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
+    """Read by the compiler: nothing here may leave what it knows."""
+    arrays: list[Any] = []
+    plain = {name: _take_apart(name, value, arrays) for name, value in options.items() if value is not None}
+    return _run(q, k, v, [_tensor(x) for x in lengths or ()], kernel, plain, [_tensor(x) for x in arrays])
+
+
+def _take_apart(name: str, value: Any, arrays: list[Any]) -> Any:
+    """An expression as records, its arrays by their place in `arrays`; anything else as it is."""
+    if callable(value):
+        advice = "call it, or wrap a FlexAttention function in tw.from_mask_mod or tw.from_score_mod"
+        raise TypeError(f"{name}: expected an expression or a tensor, got a function; {advice}")
+    if not isinstance(value, Expr):
+        return _tensor(value)
+    return tuple(
+        (op, args, kind, _place(payload.array, arrays) if op == "load" else payload)
+        for op, args, kind, payload in records(value)
+    )
+
+
+def _place(array: Any, arrays: list[Any]) -> int:
+    for i, known in enumerate(arrays):
+        if known is array:
+            return i
+    arrays.append(array)
+    return len(arrays) - 1
+
+
+def _tensor(x: Any) -> Any:
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+
+
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _run(
+    q: Any, k: Any, v: Any, lengths: list[Any], kernel: str, plain: dict[str, Any], arrays: list[Any]
+) -> tuple[Any, Any]:
+    """Run by Python, on fake tensors."""
+    options = {name: _put_together(value, arrays) for name, value in plain.items()}
+    out, lse = front.run(q, k, v, (lengths[0], lengths[1]) if lengths else None, kernel, options)
+    return out, lse
+
+
+def _put_together(value: Any, arrays: list[Any]) -> Any:
+    if not isinstance(value, tuple):
+        return _settled(value)
+    return from_records((op, args, kind, _payload(op, payload, arrays)) for op, args, kind, payload in value)
+
+
+def _payload(op: str, payload: Any, arrays: list[Any]) -> Any:
+    return Loaded(arrays[payload]) if op == "load" else _settled(payload)
+
+
+def _settled(value: Any) -> Any:
+    """A number that the compiler holds open, since it differed between two calls, becomes part of the graph."""
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    return int(value) if isinstance(value, torch.SymInt) else value
