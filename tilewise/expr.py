@@ -8,7 +8,6 @@ what each operation means (values, bounds over a tile, derivatives, source text)
 from __future__ import annotations
 
 import copy
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from tilewise import arrays
+from tilewise.sharing import Lock
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -256,7 +256,7 @@ def remembered(expr: Expr, what: Any, find: Callable[[Expr], T]) -> T:
 # -- building nodes ---------------------------------------------------------------------------------------------------
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None) -> Expr:

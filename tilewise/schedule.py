@@ -6,12 +6,10 @@ for each query tile a few (first, last, kind) ranges; and the same for each key 
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,8 +17,21 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import INT32_MAX, INT32_MIN, Expr, S, constant, evaluate, evaluate_all, loads, nodes, variables
+from tilewise.expr import (
+    INT32_MAX,
+    INT32_MIN,
+    Expr,
+    Loaded,
+    S,
+    constant,
+    evaluate,
+    evaluate_all,
+    loads,
+    nodes,
+    variables,
+)
 from tilewise.intervals import INTERVAL_OPS, SCORE
+from tilewise.sharing import Lock, lazy
 from tilewise.spec import Attention, Lengths, Shape, Tile
 
 _COARSE = 16  # tiles a side: blocks of tiles are classified first, and only mixed ones are looked into
@@ -80,11 +91,11 @@ class Plan:
     def keys(self, j: int) -> slice:
         return slice(j * self.tile.k, min((j + 1) * self.tile.k, self.shape.n_k))
 
-    @cached_property
+    @lazy
     def by_query(self) -> Runs:
         return _runs(self, keys_first=False)
 
-    @cached_property
+    @lazy
     def by_key(self) -> Runs:
         return _runs(self, keys_first=True)
 
@@ -97,7 +108,7 @@ class Plan:
         return grid
 
     # -- what it costs ------------------------------------------------------------------------------------------------
-    @cached_property
+    @lazy
     def counts(self) -> dict[Kind, int]:
         """Tiles by kind, over all batches and heads."""
         first, last, kind = self.by_query.table.T
@@ -112,7 +123,7 @@ class Plan:
         stored = self.by_query.offsets.shape[0] * self.by_query.offsets.shape[1]
         return self.shape.batch * self.shape.heads // stored if stored else 0
 
-    @cached_property
+    @lazy
     def _visited(self) -> tuple[int, int]:
         """(scores computed, keys loaded), over all batches and heads; ragged tiles counted as they are."""
         first, last, _ = self.by_query.table.T
@@ -172,7 +183,7 @@ def itemsize(dtype: str) -> int:
 # -- making a plan ----------------------------------------------------------------------------------------------------
 
 _cache: OrderedDict[tuple[Any, ...], Plan] = OrderedDict()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def plan(spec: Attention, shape: Shape, tile: Tile) -> Plan:
@@ -305,6 +316,36 @@ def check_integers(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> 
     """Refuse shapes at which integers of the expression would not fit 32 bits on every kernel system."""
     if lengths is None and expr.memo.get("fits") == shape:
         return
+    unknown = np.asarray(np.nan)
+    beyond = _beyond_32_bits(expr, shape, lengths, lambda *_: (unknown, unknown))
+    if beyond is not None:
+        node, reached = beyond
+        raise ValueError(
+            f"the expression's integer {node!r} reaches {reached} at these shapes, beyond 32 bits; "
+            "compute it in floats (multiply by 1.0)"
+        )
+    if lengths is None:
+        expr.memo["fits"] = shape
+
+
+def overflow(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> str | None:
+    """An integer that the contents of loaded arrays could take beyond 32 bits, in words; None: there is none."""
+    unknown = np.asarray(np.nan)
+
+    def load(slot: Loaded, *index: Any) -> Any:
+        if arrays.value_kind(slot.array) != "int" or 0 in slot.array.shape:
+            return unknown, unknown
+        array = arrays.as_numpy(slot.array)
+        return np.asarray(int(array.min())), np.asarray(int(array.max()))
+
+    beyond = _beyond_32_bits(expr, shape, lengths, load)
+    return None if beyond is None else f"the integer {beyond[0]!r} reaches {beyond[1]} with these arrays"
+
+
+def _beyond_32_bits(
+    expr: Expr, shape: Shape, lengths: Lengths | None, load: Callable[..., Any]
+) -> tuple[Expr, int] | None:
+    """The first integer of the expression that may leave 32 bits, and what it reaches."""
     lo = shape.env(0, 0, 0, 0)
     hi = shape.env(shape.batch, shape.heads, shape.n_q, shape.n_k)
     if lengths is not None:  # positions are each sequence's own; QP and KP alone run through all of them
@@ -312,13 +353,8 @@ def check_integers(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> 
         lo.update(NQ=0, NK=0)
         hi.update(B=len(lengths.q) - 1, Q=n_q, K=n_k, NQ=n_q, NK=n_k)
     env = {"S": SCORE, **{name: (np.asarray(lo[name]), np.asarray(hi[name])) for name in lo}}
-    unknown = np.asarray(np.nan)
-    values = evaluate_all(expr, env, {**INTERVAL_OPS, "load": lambda *_: (unknown, unknown)})
+    values = evaluate_all(expr, env, {**INTERVAL_OPS, "load": load})
     for node, (low, high) in values.items():
         if node.kind == "int" and node is not S and (low < INT32_MIN or high > INT32_MAX):
-            raise ValueError(
-                f"the expression's integer {node!r} reaches {int(max(-low, high))} at these shapes, beyond 32 bits; "
-                "compute it in floats (multiply by 1.0)"
-            )
-    if lengths is None:
-        expr.memo["fits"] = shape
+            return node, int(max(-low, high))
+    return None

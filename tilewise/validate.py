@@ -11,13 +11,13 @@ import numbers
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from tilewise import arrays, schedule, variants
 from tilewise.expr import BOOL, Expr, as_float, nodes, variables
+from tilewise.sharing import lazy
 from tilewise.spec import Attention, Lengths, Shape
 
 MAX_HEAD_DIM = 512
@@ -35,7 +35,7 @@ class Call:
     v: Any
     rank: int  # of the caller's arrays, or PACKED
 
-    @cached_property
+    @lazy
     def shape(self) -> Shape:
         return Shape.of(self.spec, self.q, self.k, self.v)
 

@@ -172,7 +172,7 @@ def _part_call(q: Array, k: Array, v: Array, shape: Shape, options: dict[str, An
     where = Positions(shape.origin_q, shape.origin_k, shape.total_q, shape.total_k)
     spec = replace(call.spec, mask=both, score=validate.score_expression(score), positions=where)
     validate.check_variant(spec, shape)
-    return replace(call, spec=spec, shape=Shape.of(spec, q, k, v))
+    return replace(call, spec=spec)
 
 
 def _gradients(dice: Dice, memory: Memory, call: Call) -> tuple[Array, Any]:

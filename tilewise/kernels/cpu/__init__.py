@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from tilewise import arrays
-from tilewise.expr import INT32_MAX, INT32_MIN
+from tilewise import arrays, schedule
+from tilewise.expr import loads
 from tilewise.kernels import host
 from tilewise.kernels.cpu import library
 from tilewise.kernels.cpu.backward import backward
@@ -29,15 +27,17 @@ class CpuKernel:
         return library.unavailable()
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        if shape.device != "cpu":
+            return host.unsupported(shape)
         for slot in spec.loaded:
-            array = arrays.as_numpy(slot.array) if arrays.device_name(slot.array) == "cpu" else None
-            if array is None:
-                continue
-            if array.ndim > MAX_RANK:
-                return f"a loaded array has {array.ndim} dimensions; it reads up to {MAX_RANK}"
-            if array.dtype == np.int64 and array.size and not _fits(array):
-                return "an int64 array holds numbers beyond 32 bits; number its values anew"
-        return host.unsupported(shape)
+            if len(slot.array.shape) > MAX_RANK:
+                return f"a loaded array has {len(slot.array.shape)} dimensions; it reads up to {MAX_RANK}"
+        for expr in spec.expressions:
+            if any(arrays.value_kind(slot.array) == "int" for slot in loads(expr)):
+                reason = schedule.overflow(expr, shape, spec.lengths)
+                if reason is not None:
+                    return f"its integers have 32 bits, and {reason}; compute it in floats (multiply by 1.0)"
+        return None
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return BACKWARD_TILE if shape.backward else FORWARD_TILE
@@ -57,8 +57,3 @@ class CpuKernel:
         tile: Tile | None = None,
     ) -> Grads:
         return host.run_backward(partial(backward, tile=tile or BACKWARD_TILE), spec, q, k, v, saved, d_out, d_lse)
-
-
-def _fits(array: arrays.Array) -> bool:
-    """The engine's integers have 32 bits beside float32."""
-    return bool(array.min() >= INT32_MIN and array.max() <= INT32_MAX)

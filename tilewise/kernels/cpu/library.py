@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tilewise.arrays import Array
 from tilewise.kernels.cpu import structs
 
 NAME = "libtilewise.dylib" if sys.platform == "darwin" else "libtilewise.so"
+MOST_THREADS = 1024
 _DONE, _NO_MEMORY = 0, 1
 _READ_BYTES = 256 << 20  # beyond any cache
 
@@ -55,8 +57,9 @@ def _library() -> Any:
 
 
 def call(name: str, *args: Any) -> None:
-    """Run one of the engine's long functions."""
-    status = getattr(_library(), name)(*args)
+    """Run one of the engine's long functions, which looks for signals if this is the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    status = getattr(_library(), name)(*args, is_main)
     if status == _NO_MEMORY:
         raise MemoryError("the cpu kernel could not get the memory it works in")
     if status != _DONE:
@@ -97,8 +100,8 @@ def set_num_threads(n: int) -> None:
     """How many threads the native CPU engine works with, the caller's included. The results do not depend on it."""
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"n: expected a whole number of threads, got {n!r}")
-    if n < 1:
-        raise ValueError(f"n: expected at least one thread, got {n}")
+    if not 1 <= n <= MOST_THREADS:
+        raise ValueError(f"n: expected 1 to {MOST_THREADS} threads, got {n}")
     _usable().tilewise_set_threads(n)
 
 
@@ -117,7 +120,7 @@ def _usable() -> Any:
 def _default_threads() -> int:
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if told.isdigit() and int(told) > 0:
-        return int(told)
+        return min(int(told), MOST_THREADS)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -137,5 +140,8 @@ def read_rate(*read: Array) -> float:
     """
     library = _usable()
     read = read or (np.ones(_READ_BYTES, np.uint8),)
+    for x in read:
+        if not x.flags.forc:
+            raise ValueError(f"read: expected arrays without gaps, got strides {x.strides}; copy it first")
     spans = (structs.Span * len(read))(*(structs.Span(x.ctypes.data, x.nbytes) for x in read))
     return float(library.tilewise_read_rate(spans, len(read)))

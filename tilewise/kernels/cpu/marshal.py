@@ -40,7 +40,8 @@ class Marshal:
         spec, shape = self.spec, self.shape
         call = structs.Call(
             type=structs.TYPES.index(shape.dtype), batch=shape.batch, heads=shape.heads, heads_k=shape.heads_k,
-            d=shape.d, d_v=shape.d_v, tile_q=self.tile.q, tile_k=self.tile.k, scale=spec.scale,
+            d=shape.d, d_v=shape.d_v, tile_q=min(self.tile.q, max(shape.n_q, 1)),
+            tile_k=min(self.tile.k, max(shape.n_k, 1)), scale=spec.scale,
             q=self.array(q), k=self.array(k), v=self.array(v), out=self.array(out), lse=self.array(lse),
         )  # fmt: skip
         sequences = [self._sequence(*part, backward) for part in shape.sequences(spec.lengths)]

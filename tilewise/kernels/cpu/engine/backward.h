@@ -111,7 +111,7 @@ template <class T> class BackwardSplit {
         counts_ = scratch.take<uint8_t>(int64_t(BLOCK_ROWS) * BLOCK_KEYS);
     }
 
-    template <class Stored> void run(const PackedBackward& packed, int64_t split) {
+    template <class Stored> void run(const PackedBackward& packed, int64_t split, const Pause& pause) {
         packed_ = &packed;
         seq_ = packed.sequence;
         split_ = split;
@@ -121,8 +121,10 @@ template <class T> class BackwardSplit {
         int64_t tiles = (seq_->n_k + f_.tile_k - 1) / f_.tile_k;
         for (int64_t j = tiles * split / packed.splits; j < tiles * (split + 1) / packed.splits; j++) {
             int64_t end = smaller((j + 1) * f_.tile_k, seq_->n_k);
-            for (int64_t k = j * f_.tile_k; k < end; k += BLOCK_KEYS)
+            for (int64_t k = j * f_.tile_k; k < end; k += BLOCK_KEYS) {
                 key_block<Stored>(j, k, smaller<int64_t>(k + BLOCK_KEYS, end));
+                if (pause()) return;
+            }
         }
     }
 
@@ -268,12 +270,12 @@ template <class T> class BackwardSplit {
         const T shift = lse == -INF<T> ? T(0) : lse;
         int j = 0;
         for (; j + VL<T> <= n; j += VL<T>) {
-            Vec<T> weight = exp_of(load(p + j) - shift);
+            Vec<T> weight = exp_of(vmin(Vec<T>{}, load(p + j) - shift));  // a weight is 1 at most, whatever was rounded
             store(p + j, weight);
             store(d_s + j, weight * (load(d_s + j) - delta));
         }
         for (; j < n; j++) {
-            T weight = exp_of(splat(p[j] - shift))[0];
+            T weight = exp_of(vmin(Vec<T>{}, splat(p[j] - shift)))[0];
             p[j] = weight;
             d_s[j] = weight * (d_s[j] - delta);
         }
@@ -359,9 +361,9 @@ template <class T> size_t backward_scratch(const BackwardCall& call) {
     return count.used();
 }
 template <class T, class Stored>
-void backward_split(const BackwardCall& call, const PackedBackward& packed, int64_t split, void* scratch) {
+void backward_split(const BackwardCall& call, const PackedBackward& packed, int64_t split, void* scratch, const Pause& pause) {
     Scratch room(scratch);
-    BackwardSplit<T>(call, room).template run<Stored>(packed, split);
+    BackwardSplit<T>(call, room).template run<Stored>(packed, split, pause);
 }
 
 // d_q of the splits, added in their order into the first one's.

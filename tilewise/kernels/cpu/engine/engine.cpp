@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <mutex>
 #include <new>
 #include <thread>
 #include <vector>
@@ -34,21 +33,25 @@ std::vector<const Path*> find_paths() {
     std::vector<const Path*> found;
 #if defined(TILEWISE_HAVE_AVX512)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
         found.push_back(&path_avx512);
 #endif
 #if defined(TILEWISE_HAVE_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&path_avx2);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        found.push_back(&path_avx2);
 #endif
     found.push_back(&path_portable);
     return found;
 }
 const std::vector<const Path*>& paths() {
-    static const std::vector<const Path*> found = find_paths();
-    return found;
+    static const auto* found = new std::vector<const Path*>(find_paths());  // never destroyed: threads may outlive main
+    return *found;
 }
-const Path* chosen = nullptr;
-const Path& path() { return chosen == nullptr ? *paths().front() : *chosen; }
+std::atomic<const Path*> chosen{nullptr};
+const Path& path() {
+    const Path* found = chosen;
+    return found == nullptr ? *paths().front() : *found;
+}
 
 // -- memory -----------------------------------------------------------------------------------------------------------
 
@@ -57,45 +60,33 @@ constexpr size_t KEPT_BYTES = size_t(64) << 20;  // a block that is kept for the
 
 class Block {
    public:
-    explicit Block(size_t bytes) : bytes_(bytes) {
-        std::lock_guard<std::mutex> lock(mutex());
-        if (spare().bytes >= bytes && spare().memory != nullptr) {
-            memory_ = spare().memory;
-            bytes_ = spare().bytes;
-            spare() = {};
-        } else if ((memory_ = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096 + 4096)) == nullptr) {
-            throw std::bad_alloc();
-        }
+    explicit Block(size_t bytes) : kept_(spare.exchange(nullptr)) {
+        if (kept_ != nullptr && kept_->bytes >= bytes) return;
+        delete kept_;
+        kept_ = nullptr;  // or a failure below would free it again
+        kept_ = new Kept(bytes);
     }
     Block(const Block&) = delete;
     Block& operator=(const Block&) = delete;
     ~Block() {
-        std::lock_guard<std::mutex> lock(mutex());
-        if (bytes_ <= KEPT_BYTES && bytes_ > spare().bytes) {
-            free(spare().memory);
-            spare() = {memory_, bytes_};
-        } else {
-            free(memory_);
-        }
+        if (kept_->bytes <= KEPT_BYTES) kept_ = spare.exchange(kept_);
+        delete kept_;
     }
-    char* data() const { return static_cast<char*>(memory_); }
+    char* data() const { return static_cast<char*>(kept_->memory); }
 
    private:
-    struct Spare {
-        void* memory = nullptr;
-        size_t bytes = 0;
+    struct Kept {
+        explicit Kept(size_t wanted) : bytes(wanted), memory(aligned_alloc(4096, wanted / 4096 * 4096 + 4096)) {
+            if (memory == nullptr) throw std::bad_alloc();
+        }
+        ~Kept() { free(memory); }
+        size_t bytes;
+        void* memory;
     };
-    static Spare& spare() {
-        static Spare one;
-        return one;
-    }
-    static std::mutex& mutex() {
-        static std::mutex one;
-        return one;
-    }
-    void* memory_ = nullptr;
-    size_t bytes_;
+    static std::atomic<Kept*> spare;  // without a lock, which a fork could leave locked
+    Kept* kept_;
 };
+std::atomic<Block::Kept*> Block::spare{nullptr};
 
 // -- tasks ------------------------------------------------------------------------------------------------------------
 
@@ -148,43 +139,43 @@ std::vector<QueryTask> query_tasks(const Call& call, const std::vector<Packed>& 
 
 // Packs the keys and values of these heads into `memory`, then attends. Both are tasks of one run: a head's queries wait
 // for its keys alone, and packing, which comes first, waits for nobody.
-int forward_wave(const Call& call, std::vector<Packed>& heads, char* memory, Interrupted interrupted) {
+int forward_wave(const Path& path, const Call& call, std::vector<Packed>& heads, char* memory, Interrupted interrupted) {
     std::vector<PackTask> packs;
     std::vector<std::atomic<int>> unpacked(heads.size());
     for (size_t i = 0; i < heads.size(); i++) {
-        path().lay_out(call, heads[i], memory);
-        memory += path().packed_bytes(call, heads[i].sequence->n_k);
+        path.lay_out(call, heads[i], memory);
+        memory += path.packed_bytes(call, heads[i].sequence->n_k);
         for (int64_t k = 0; k < heads[i].sequence->n_k; k += PACK_ROWS, unpacked[i]++) packs.push_back({int64_t(i), k});
     }
     std::vector<QueryTask> queries = query_tasks(call, heads);
-    size_t scratch = std::max(path().pack_scratch(call), path().forward_scratch(call));
+    size_t scratch = std::max(path.pack_scratch(call), path.forward_scratch(call));
     int64_t first = int64_t(packs.size()), all = first + int64_t(queries.size());
-    return run_tasks(all, scratch, interrupted, [&](int64_t i, void* room) {
+    return run_tasks(all, scratch, interrupted, [&](int64_t i, void* room, const Pause&) {
         if (i < first) {
             const PackTask& task = packs[size_t(i)];
             const Packed& head = heads[size_t(task.head)];
-            path().pack(call, head, task.begin, std::min(task.begin + PACK_ROWS, head.sequence->n_k), room);
+            path.pack(call, head, task.begin, std::min(task.begin + PACK_ROWS, head.sequence->n_k), room);
             unpacked[size_t(task.head)]--;
         } else {
             const QueryTask& task = queries[size_t(i - first)];
             wait_for(unpacked[size_t(task.head)]);
-            path().forward(call, heads[size_t(task.head)], task.h, task.tile, room);
+            path.forward(call, heads[size_t(task.head)], task.h, task.tile, room);
         }
     });
 }
 
 // As many heads at a time as fit, one at least.
-int attend(const Call& call, const std::vector<Packed>& all, Interrupted interrupted) {
+int attend(const Path& path, const Call& call, const std::vector<Packed>& all, Interrupted interrupted) {
     for (size_t first = 0, end; first < all.size(); first = end) {
         size_t bytes = 0;
         for (end = first; end < all.size(); end++) {
-            size_t next = path().packed_bytes(call, all[end].sequence->n_k);
+            size_t next = path.packed_bytes(call, all[end].sequence->n_k);
             if (end > first && bytes + next > WAVE_BYTES) break;
             bytes += next;
         }
         std::vector<Packed> heads(all.begin() + int64_t(first), all.begin() + int64_t(end));
         Block memory(bytes);
-        int status = forward_wave(call, heads, memory.data(), interrupted);
+        int status = forward_wave(path, call, heads, memory.data(), interrupted);
         if (status != DONE) return status;
     }
     return DONE;
@@ -194,8 +185,8 @@ int attend(const Call& call, const std::vector<Packed>& all, Interrupted interru
 
 constexpr int64_t DECODE_SPLIT = 2048;  // keys a task; by their number alone, so that bits do not depend on the machine
 
-int decode(const Call& call, const std::vector<Packed>& heads, Interrupted interrupted) {
-    size_t bytes = path().decode_partial_bytes(call);
+int decode(const Path& path, const Call& call, const std::vector<Packed>& heads, Interrupted interrupted) {
+    size_t bytes = path.decode_partial_bytes(call);
     std::vector<int64_t> first_split(1, 0);  // of each head
     struct Task {
         int64_t head, begin;
@@ -207,25 +198,25 @@ int decode(const Call& call, const std::vector<Packed>& heads, Interrupted inter
         first_split.push_back(int64_t(tasks.size()));
     }
     Block partials(bytes * tasks.size() + 1);
-    int status = run_tasks(int64_t(tasks.size()), path().decode_scratch(call), interrupted, [&](int64_t i, void* room) {
+    int status = run_tasks(int64_t(tasks.size()), path.decode_scratch(call), interrupted, [&](int64_t i, void* room, const Pause&) {
         const Packed& head = heads[size_t(tasks[size_t(i)].head)];
         int64_t begin = tasks[size_t(i)].begin, end = std::min(begin + DECODE_SPLIT, head.sequence->n_k);
-        path().decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
+        path.decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
     });
     if (status != DONE) return status;
-    return run_tasks(int64_t(heads.size()), 0, interrupted, [&](int64_t i, void*) {
+    return run_tasks(int64_t(heads.size()), 0, interrupted, [&](int64_t i, void*, const Pause&) {
         int64_t first = first_split[size_t(i)];
-        path().decode_merge(call, heads[size_t(i)], first_split[size_t(i) + 1] - first, partials.data() + size_t(first) * bytes);
+        path.decode_merge(call, heads[size_t(i)], first_split[size_t(i) + 1] - first, partials.data() + size_t(first) * bytes);
     });
 }
 
 // A sequence takes its way by its own length alone, so that it has the same bits whatever it is packed with.
-int forward(const Call& call, Interrupted interrupted) {
+int forward(const Path& path, const Call& call, Interrupted interrupted) {
     std::vector<Packed> tiled, single;
     for (const Packed& head : key_heads(call))
         if (head.sequence->n_q > 0) (head.sequence->n_q == 1 ? single : tiled).push_back(head);
-    int status = attend(call, tiled, interrupted);
-    return status != DONE ? status : decode(call, single, interrupted);
+    int status = attend(path, call, tiled, interrupted);
+    return status != DONE ? status : decode(path, call, single, interrupted);
 }
 
 // -- backward ---------------------------------------------------------------------------------------------------------
@@ -281,29 +272,30 @@ std::vector<std::vector<BackwardTask>> backward_tasks(const BackwardCall& call, 
     return groups;
 }
 
-void do_task(const BackwardCall& call, const PackedBackward& head, Progress& progress, const BackwardTask& task, void* room) {
+void do_task(const Path& path, const BackwardCall& call, const PackedBackward& head, Progress& progress, const BackwardTask& task, void* room,
+             const Pause& pause) {
     switch (task.step) {
         case Step::PACK_KEYS:
-            path().pack_backward_keys(call, head, task.begin, task.end, room);
+            path.pack_backward_keys(call, head, task.begin, task.end, room);
             progress.unpacked--;
             break;
         case Step::PACK_QUERIES:
-            path().pack_backward_queries(call, head, task.g, task.begin, task.end, room);
+            path.pack_backward_queries(call, head, task.g, task.begin, task.end, room);
             progress.unpacked--;
             break;
         case Step::SPLIT:
             wait_for(progress.unpacked);
-            path().backward(call, head, task.begin, room);
+            path.backward(call, head, task.begin, room, pause);
             progress.unsplit--;
             break;
         case Step::SUM:
             wait_for(progress.unsplit);
-            path().sum_splits(call, head, task.g, task.begin, task.end);
+            path.sum_splits(call, head, task.g, task.begin, task.end);
     }
 }
 
-int backward_wave(const BackwardCall& call, std::vector<PackedBackward>& heads, char* memory, Interrupted interrupted) {
-    for (PackedBackward& head : heads) memory += path().lay_out_backward(call, head, memory);
+int backward_wave(const Path& path, const BackwardCall& call, std::vector<PackedBackward>& heads, char* memory, Interrupted interrupted) {
+    for (PackedBackward& head : heads) memory += path.lay_out_backward(call, head, memory);
     std::vector<std::vector<BackwardTask>> groups = backward_tasks(call, heads);
     std::vector<Progress> progress(heads.size());
     for (const auto& tasks : groups)
@@ -311,32 +303,32 @@ int backward_wave(const BackwardCall& call, std::vector<PackedBackward>& heads, 
             if (task.step == Step::SPLIT) progress[size_t(task.head)].unsplit++;
             else if (task.step != Step::SUM) progress[size_t(task.head)].unpacked++;
         }
-    size_t scratch = std::max(path().pack_backward_scratch(call), path().backward_scratch(call));
+    size_t scratch = std::max(path.pack_backward_scratch(call), path.backward_scratch(call));
     int status = DONE;
     for (const auto& tasks : groups) {
         if (status != DONE) break;
-        status = run_tasks(int64_t(tasks.size()), scratch, interrupted, [&](int64_t i, void* room) {
+        status = run_tasks(int64_t(tasks.size()), scratch, interrupted, [&](int64_t i, void* room, const Pause& pause) {
             const BackwardTask& task = tasks[size_t(i)];
-            do_task(call, heads[size_t(task.head)], progress[size_t(task.head)], task, room);
+            do_task(path, call, heads[size_t(task.head)], progress[size_t(task.head)], task, room, pause);
         });
     }
     return status;
 }
 
-int backward(const BackwardCall& call, Interrupted interrupted) {
+int backward(const Path& path, const BackwardCall& call, Interrupted interrupted) {
     std::vector<PackedBackward> all = key_heads(call);
     for (size_t first = 0, end; first < all.size(); first = end) {
         size_t bytes = 0;
         int64_t tasks = 0;
         for (end = first; end < all.size(); end++) {  // as many heads as fit, and enough to keep all threads busy
-            size_t next = path().lay_out_backward(call, all[end], nullptr);
+            size_t next = path.lay_out_backward(call, all[end], nullptr);
             if (end > first && bytes + next > WAVE_BYTES && tasks >= 2 * threads()) break;
             bytes += next;
             tasks += all[end].splits;
         }
         std::vector<PackedBackward> heads(all.begin() + int64_t(first), all.begin() + int64_t(end));
         Block memory(bytes);
-        int status = backward_wave(call, heads, memory.data(), interrupted);
+        int status = backward_wave(path, call, heads, memory.data(), interrupted);
         if (status != DONE) return status;
     }
     return DONE;
@@ -360,13 +352,14 @@ bool signalled() {
     return raised;
 }
 
-// Runs without the interpreter's lock. An interrupt (Ctrl-C) is left as Python's current exception.
-template <class F> int without_lock(F call) {
+// Runs without the interpreter's lock. An interrupt (Ctrl-C) is left as Python's current exception. Only the main thread
+// is asked for signals: taking the lock in another one, while the interpreter ends, would end that thread then and there.
+template <class F> int without_lock(bool is_main, F call) {
     void* outer = saved_thread;
     saved_thread = python.save_thread();
     int status;
     try {
-        status = call(signalled);
+        status = call(is_main ? signalled : nullptr);
     } catch (const std::bad_alloc&) {
         status = NO_MEMORY;
     }
@@ -380,11 +373,11 @@ template <class F> int without_lock(F call) {
 API void tilewise_set_python(void* (*save_thread)(), void (*restore_thread)(void*), int (*check_signals)()) {
     python = {save_thread, restore_thread, check_signals};
 }
-API int tilewise_forward(const Call* call) {
-    return without_lock([&](Interrupted interrupted) { return forward(*call, interrupted); });
+API int tilewise_forward(const Call* call, int is_main) {
+    return without_lock(is_main != 0, [&](Interrupted interrupted) { return forward(path(), *call, interrupted); });
 }
-API int tilewise_backward(const BackwardCall* call) {
-    return without_lock([&](Interrupted interrupted) { return backward(*call, interrupted); });
+API int tilewise_backward(const BackwardCall* call, int is_main) {
+    return without_lock(is_main != 0, [&](Interrupted interrupted) { return backward(path(), *call, interrupted); });
 }
 API void tilewise_set_threads(int n) { set_threads(n); }
 API int tilewise_threads() { return threads(); }
@@ -403,11 +396,11 @@ API int tilewise_use_isa(const char* name) {
 }
 API double tilewise_peak_flops(int is_double) {
     double rate = 0;
-    without_lock([&](Interrupted) { return rate = peak_flops(path(), is_double != 0), DONE; });
+    without_lock(false, [&](Interrupted) { return rate = peak_flops(path(), is_double != 0), DONE; });
     return rate;
 }
 API double tilewise_read_rate(const Span* spans, int n) {
     double rate = 0;
-    without_lock([&](Interrupted) { return rate = read_rate(path(), spans, n), DONE; });
+    without_lock(false, [&](Interrupted) { return rate = read_rate(path(), spans, n), DONE; });
     return rate;
 }

@@ -9,7 +9,9 @@ namespace {
 
 constexpr int ROWS = 24;             // queries whose scores are worked on at a time; a multiple of every MR
 constexpr int MAX_KEYS = 512;        // keys of a chunk: scores of ROWS queries stay in L1
-constexpr int LD = MAX_KEYS + 16;    // a row of scores; not a power of two, so that rows do not meet in a cache set
+// A row of scores, with room for a chunk that begins within a panel; not a power of two, so that rows do not meet in a
+// cache set.
+constexpr int LD = MAX_KEYS + NR<float> + 16;
 constexpr int CHUNK_BYTES = 1 << 18; // a chunk's keys and values, which stay in L2
 
 template <class T> int64_t padded_columns(int64_t d) { return round_up(d, NR<T>); }
@@ -51,12 +53,13 @@ void pack_keys(const Call& call, const Packed& packed, int64_t begin, int64_t en
     pack_columns(v, call.v.row, end - begin, int(call.d_v), seq.n_k, T(1), static_cast<T*>(packed.v) + begin * NR<T>);
 }
 
-// lse with a sink's logit in it; returns what the output is to be multiplied with.
+// lse with a sink's logit in it, as NumPy's logaddexp has it; returns what the output is to be multiplied with.
 template <class T> T add_sink(T& lse, T sink) {
-    T top = larger(lse, sink);
-    if (top == -INF<T>) return 0;
-    T with = top + log_of(scalar_exp(lse - top) + scalar_exp(sink - top));
-    T factor = scalar_exp(lse - with);
+    T top = larger(lse, sink), apart = lse > sink ? sink - lse : lse - sink;
+    if (lse == sink) apart = 0;  // infinities too
+    T with = top + log_of(1 + scalar_exp(apart));
+    if (lse != lse || sink != sink) with = lse + sink;
+    T factor = with == -INF<T> ? T(0) : scalar_exp(lse - with);
     lse = with;
     return factor;
 }

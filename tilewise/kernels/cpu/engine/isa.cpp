@@ -1,4 +1,4 @@
-// One instruction set's path: compiled once for each, with the compiler told which (see setup.py).
+// One instruction set's path: compiled once for each, with the compiler told which (see build.py).
 #include "backward.h"
 #include "decode.h"
 #include "limits.h"
@@ -48,9 +48,9 @@ void any_pack_backward_queries(const BackwardCall& backward, const PackedBackwar
     BY_STORED(pack_backward_queries, backward, packed, g, begin, end, scratch)
 }
 size_t any_backward_scratch(const BackwardCall& call) { return BACKWARD_BY_COMPUTE(backward_scratch, call); }
-void any_backward(const BackwardCall& backward, const PackedBackward& packed, int64_t split, void* scratch) {
+void any_backward(const BackwardCall& backward, const PackedBackward& packed, int64_t split, void* scratch, const Pause& pause) {
     const Call& call = backward.forward;
-    BY_STORED(backward_split, backward, packed, split, scratch)
+    BY_STORED(backward_split, backward, packed, split, scratch, pause)
 }
 void any_sum_splits(const BackwardCall& backward, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
     const Call& call = backward.forward;

@@ -16,7 +16,7 @@ constexpr int64_t ROUND = 512;  // what the loop over vectors reads at a time
 constexpr int REPEATS = 5;
 
 // The best of a few repetitions of `work` units done by all threads.
-double best_rate(double work, int64_t tasks, const std::function<void(int64_t, void*)>& task) {
+double best_rate(double work, int64_t tasks, const Task& task) {
     double best = 0;
     for (int i = 0; i < REPEATS; i++) {
         auto start = Clock::now();
@@ -32,7 +32,7 @@ double peak_flops(const Path& path, bool is_double) {
     const int64_t rounds = 2000000, tasks = 8 * int64_t(threads());
     double flops = path.multiply_add(is_double, 1);
     return best_rate(flops * double(rounds) * double(tasks), tasks,
-                     [&](int64_t, void*) { path.multiply_add(is_double, rounds); });
+                     [&](int64_t, void*, const Pause&) { path.multiply_add(is_double, rounds); });
 }
 
 double read_rate(const Path& path, const Span* spans, int n) {
@@ -45,5 +45,5 @@ double read_rate(const Path& path, const Span* spans, int n) {
             bytes += double(size);
         }
     return best_rate(bytes, int64_t(pieces.size()),
-                     [&](int64_t i, void*) { path.read_bytes(pieces[size_t(i)].data, pieces[size_t(i)].bytes); });
+                     [&](int64_t i, void*, const Pause&) { path.read_bytes(pieces[size_t(i)].data, pieces[size_t(i)].bytes); });
 }

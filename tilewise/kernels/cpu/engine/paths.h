@@ -2,6 +2,7 @@
 #pragma once
 #include <stddef.h>
 #include "engine.h"
+#include "pause.h"
 
 // Keys and values of one key head of one sequence, in the order the micro-kernel reads them.
 struct Packed {
@@ -37,7 +38,7 @@ struct Path {
     void (*pack_backward_keys)(const BackwardCall&, const PackedBackward&, int64_t begin, int64_t end, void* scratch);
     void (*pack_backward_queries)(const BackwardCall&, const PackedBackward&, int64_t g, int64_t begin, int64_t end, void* scratch);
     size_t (*backward_scratch)(const BackwardCall&);
-    void (*backward)(const BackwardCall&, const PackedBackward&, int64_t split, void* scratch);
+    void (*backward)(const BackwardCall&, const PackedBackward&, int64_t split, void* scratch, const Pause&);
     double (*multiply_add)(bool is_double, int64_t rounds);  // on registers alone; returns how many operations
     uint64_t (*read_bytes)(const char*, int64_t);
     void (*sum_splits)(const BackwardCall&, const PackedBackward&, int64_t g, int64_t begin, int64_t end);

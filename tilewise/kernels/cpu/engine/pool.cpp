@@ -15,6 +15,7 @@
 #include <new>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "engine.h"
@@ -24,6 +25,13 @@ namespace {
 // Memory that a thread keeps from task to task and from call to call.
 class Kept {
    public:
+    Kept() = default;
+    Kept(Kept&& other) noexcept { *this = std::move(other); }
+    Kept& operator=(Kept&& other) noexcept {
+        std::swap(memory_, other.memory_);
+        std::swap(size_, other.size_);
+        return *this;
+    }
     ~Kept() { free(memory_); }
     void* at_least(size_t bytes) {
         if (bytes > size_) {
@@ -43,7 +51,7 @@ thread_local Kept kept;
 
 // One caller's tasks. It lives on the caller's stack, so the caller leaves last.
 struct Job {
-    const std::function<void(int64_t, void*)>& task;
+    const Task& task;
     int64_t n;
     size_t scratch_bytes;
     std::atomic<int64_t> next{0};
@@ -54,18 +62,41 @@ struct Job {
         status = why;
         next = n;
     }
-    // Takes tasks until there are none; `between` is asked after each and stops the job.
-    template <class Between> void work(Between between) {
-        void* scratch = kept.at_least(std::max<size_t>(scratch_bytes, 1));
+    // Takes tasks until there are none; `pause` is asked within and after each, and stops the job.
+    void work(const Pause& pause) {
+        Kept mine;  // a handler of signals may call the engine from within `pause`
+        std::swap(mine, kept);
+        void* scratch = mine.at_least(std::max<size_t>(scratch_bytes, 1));
         if (scratch == nullptr) return stop(NO_MEMORY);
+        take(scratch, pause);
+        std::swap(mine, kept);
+    }
+    void take(void* scratch, const Pause& pause) {
         for (int64_t i; (i = next.fetch_add(1)) < n;) {
             try {
-                task(i, scratch);
+                task(i, scratch, pause);
             } catch (const std::bad_alloc&) {
                 return stop(NO_MEMORY);
             }
-            if (between()) return stop(INTERRUPTED);
+            if (pause()) return;
         }
+    }
+    bool stopped() const { return status != DONE; }
+};
+
+// The calling thread's pauses: it asks for signals, but not all the time.
+struct Watch {
+    Job& job;
+    Interrupted interrupted;
+    std::chrono::steady_clock::time_point asked = std::chrono::steady_clock::now();
+
+    bool ask() {
+        auto now = std::chrono::steady_clock::now();
+        if (interrupted != nullptr && now - asked > std::chrono::milliseconds(20)) {
+            asked = now;
+            if (!job.stopped() && interrupted()) job.stop(INTERRUPTED);
+        }
+        return job.stopped();
     }
 };
 
@@ -76,21 +107,23 @@ class Apart {
     void keep(const std::vector<std::thread::native_handle_type>& others) {
 #if defined(__linux__)
         int here = sched_getcpu();
-        if (here == avoided_ && others.size() == kept_) return;
-        cpu_set_t allowed;
-        if (here < 0 || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-        if (size_t(CPU_COUNT(&allowed)) > others.size()) CPU_CLR(size_t(here), &allowed);
-        for (auto thread : others) pthread_setaffinity_np(thread, sizeof allowed, &allowed);
-        avoided_ = here;
-        kept_ = others.size();
+        cpu_set_t wanted;
+        if (here < 0 || sched_getaffinity(0, sizeof wanted, &wanted) != 0) return;
+        if (size_t(CPU_COUNT(&wanted)) > others.size()) CPU_CLR(size_t(here), &wanted);
+        if (others.size() == told_ && CPU_EQUAL(&wanted, &place_)) return;
+        for (auto thread : others) pthread_setaffinity_np(thread, sizeof wanted, &wanted);
+        place_ = wanted;
+        told_ = others.size();
 #else
         (void)others;
 #endif
     }
 
    private:
-    int avoided_ = -1;
-    size_t kept_ = 0;
+#if defined(__linux__)
+    cpu_set_t place_;
+#endif
+    size_t told_ = 0;
 };
 
 class Pool {
@@ -103,13 +136,8 @@ class Pool {
             open_.push_back({&job, wanted});
         }
         wake_.notify_all();
-        auto asked = std::chrono::steady_clock::now();
-        job.work([&] {
-            auto now = std::chrono::steady_clock::now();
-            if (interrupted == nullptr || now - asked < std::chrono::milliseconds(20)) return false;
-            asked = now;
-            return interrupted();
-        });
+        Watch watch{job, interrupted};
+        job.work({[](void* watch) { return static_cast<Watch*>(watch)->ask(); }, &watch});
         std::unique_lock<std::mutex> lock(mutex_);
         open_.remove_if([&](const Open& open) { return open.job == &job; });
         left_.wait(lock, [&] { return job.helpers == 0; });
@@ -146,7 +174,7 @@ class Pool {
             Job* job = found->job;
             job->helpers++;
             lock.unlock();
-            job->work([] { return false; });
+            job->work({[](void* job) { return static_cast<Job*>(job)->stopped(); }, job});
             lock.lock();
             if (--job->helpers == 0) left_.notify_all();
         }
@@ -181,7 +209,7 @@ Pool& pool() {
 void set_threads(int n) { thread_count = n; }
 int threads() { return thread_count; }
 
-int run_tasks(int64_t n, size_t scratch_bytes, Interrupted interrupted, const std::function<void(int64_t, void*)>& task) {
+int run_tasks(int64_t n, size_t scratch_bytes, Interrupted interrupted, const Task& task) {
     Job job{task, n, scratch_bytes};
     int helpers = int(std::min<int64_t>(threads(), n)) - 1;
     try {

@@ -3,12 +3,16 @@
 #include <stdint.h>
 #include <functional>
 
+#include "pause.h"
+
 void set_threads(int n);  // including the caller's; from 1
 int threads();
 
 // Called between tasks, from the calling thread only: true gives up.
 typedef bool (*Interrupted)();
 
-// Runs task(i, scratch) for i in 0 .. n, in any order, on up to threads() threads; each has `scratch_bytes` of its own.
+typedef std::function<void(int64_t, void* scratch, const Pause&)> Task;
+
+// Runs task(i, scratch, pause) for i in 0 .. n, in any order, on up to threads() threads; each has `scratch_bytes` of its own.
 // Returns a Status: DONE, NO_MEMORY (a task's memory could not be had) or INTERRUPTED. No task runs when it returns.
-int run_tasks(int64_t n, size_t scratch_bytes, Interrupted interrupted, const std::function<void(int64_t, void*)>& task);
+int run_tasks(int64_t n, size_t scratch_bytes, Interrupted interrupted, const Task& task);

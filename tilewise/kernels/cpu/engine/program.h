@@ -159,6 +159,9 @@ template <class T> INLINE int64_t cell_of(const Slot& slot, const Index<T>* inde
     }
     return cell;
 }
+struct Truth { uint8_t byte; };  // of a condition: anything but 0 is true
+INLINE int widened(Truth x) { return x.byte != 0; }
+
 // Whether n cells are consecutive along the last dimension, as a dense mask or bias is read.
 template <class T> bool is_ramp(const Slot& slot, const Index<T>* index, int n) {
     int last = slot.rank - 1;
@@ -196,7 +199,8 @@ template <class T> void read(const Slot& slot, const Index<T>* index, int n, voi
         case INT16: return gather<Int<T>, T, int16_t>(slot, index, n, i);
         case INT32: return gather<Int<T>, T, int32_t>(slot, index, n, i);
         case INT64: return gather<Int<T>, T, int64_t>(slot, index, n, i);
-        default: return gather<Int<T>, T, uint8_t>(slot, index, n, i);  // uint8, bool
+        case UINT8: return gather<Int<T>, T, uint8_t>(slot, index, n, i);
+        default: return gather<Int<T>, T, Truth>(slot, index, n, i);
     }
 }
 

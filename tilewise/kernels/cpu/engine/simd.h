@@ -73,6 +73,10 @@ INLINE Vec<double> vmax(Vec<double> a, Vec<double> b) {
 #endif
 }
 
+// The smaller of each pair; a NaN in b is kept.
+INLINE Vec<float> vmin(Vec<float> a, Vec<float> b) { return -vmax(-a, -b); }
+INLINE Vec<double> vmin(Vec<double> a, Vec<double> b) { return -vmax(-a, -b); }
+
 #if defined(__AVX512F__)
 INLINE float max_of(Vec<float> v) { return _mm512_reduce_max_ps((__m512)v); }
 INLINE float sum_of(Vec<float> v) { return _mm512_reduce_add_ps((__m512)v); }
@@ -117,7 +121,7 @@ INLINE double sum_of(Vec<double> v) {
 template <class T> constexpr T LOG2E = T(1.4426950408889634074);
 
 // exp(x) for x at most about 0: x = (n + r) ln 2, a polynomial gives 2^r, and n is added to the exponent's bits.
-// Where that would leave the exponent's range the result is 0 exactly, as a masked score (-inf) must have; NaN stays.
+// Below the exponent's range the result is 0 exactly, as a masked score (-inf) must have; NaN stays NaN.
 INLINE Vec<float> exp_of(Vec<float> x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded sum in the low bits
     Vec<float> t = x * LOG2E<float> + magic;
@@ -130,7 +134,7 @@ INLINE Vec<float> exp_of(Vec<float> x) {
     p = p * r + 6.931472029e-01f;
     p = p * r + 1.0f;
     Vec<uint32_t> bits = (Vec<uint32_t>)p + ((Vec<uint32_t>)t << 23);
-    return (Vec<float>)(x < -87.33f ? Vec<uint32_t>{} : bits);
+    return x >= -87.33f ? (Vec<float>)bits : vmax(Vec<float>{}, x);
 }
 INLINE Vec<double> exp_of(Vec<double> x) {
     const double magic = 6755399441055744.0;  // 1.5 * 2^52
@@ -152,7 +156,7 @@ INLINE Vec<double> exp_of(Vec<double> x) {
     p = p * r + 1.0;
     p = p * r + 1.0;
     Vec<uint64_t> bits = (Vec<uint64_t>)p + ((Vec<uint64_t>)t << 52);
-    return (Vec<double>)(x < -708.39 ? Vec<uint64_t>{} : bits);
+    return x >= -708.39 ? (Vec<double>)bits : vmax(Vec<double>{}, x);
 }
 
 template <class T> constexpr T INF = T(__builtin_inf());
