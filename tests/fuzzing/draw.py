@@ -170,9 +170,9 @@ def _part_call(q: Array, k: Array, v: Array, shape: Shape, options: dict[str, An
     call = validate.prepare(q, k, v, **options)
     both = mask if call.spec.mask is None else call.spec.mask if mask is None else call.spec.mask & mask
     where = Positions(shape.origin_q, shape.origin_k, shape.total_q, shape.total_k)
-    spec = replace(call.spec, mask=both, score=validate.score_expression(score), positions=where)
-    validate.check_variant(spec, shape)
-    return replace(call, spec=spec)
+    call = replace(call, spec=replace(call.spec, mask=both, score=validate.score_expression(score), positions=where))
+    validate.check_variant(call.spec, call.shape)
+    return call
 
 
 def _gradients(dice: Dice, memory: Memory, call: Call) -> tuple[Array, Any]:
