@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import doctest
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,7 +76,7 @@ def _tensor(*size: int) -> torch.Tensor:
 
 IDS = torch.tensor([0, 0, 1, 1, 1, 2])
 SEEN = torch.rand(N, N, generator=torch.Generator().manual_seed(2)) < 0.7
-# Named as the variants are; each makes the options of a call, from a tensor x that has a gradient where one is used.
+# Each makes the options of a call, with a tensor x of this shape in it that has a gradient.
 INSIDE: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], dict[str, Any]]]] = {
     "causal": ((), lambda x: {"mask": tw.causal(), "score": S * x}),
     "window": ((), lambda x: {"mask": tw.window(2, 1) & tw.causal(), "score": S * x}),
@@ -87,8 +89,6 @@ INSIDE: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], dict[str, Any]
     "t5": ((8, HEADS), lambda x: {"score": tw.t5(x, max_distance=5), "causal": True}),
     "softcap": ((N, N), lambda x: {"score": tw.softcap(2.0) >> tw.bias(x)}),
     "bias": ((1, HEADS, 1, N), lambda x: {"score": tw.bias(x), "scale": 0.5}),
-}
-MORE: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], dict[str, Any]]]] = {
     "float mask": ((N, N), lambda x: {"mask": x, "causal": True}),
     "boolean mask": ((), lambda x: {"mask": SEEN, "score": S * x}),
     "NumPy mask": ((), lambda x: {"mask": SEEN.numpy(), "score": S * x}),
@@ -102,18 +102,31 @@ MORE: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], dict[str, Any]]]
 }
 
 
-def test_every_variant_is_built_inside() -> None:
-    assert set(INSIDE) == set(tw.variants.VARIANTS)
+@pytest.mark.parametrize("name", tw.variants.VARIANTS)
+def test_what_a_variant_shows_of_itself_can_be_built_inside(name: str) -> None:
+    """The example in a variant's docstring, so that a new one is tried without a word."""
+    (shown,) = doctest.DocTestParser().get_examples(tw.variants.VARIANTS[name].__doc__ or "")
+    (picture,) = (x for x in ast.walk(ast.parse(shown.source)) if isinstance(x, ast.Call) and _called(x) == "picture")
+    variant, n_q, n_k = (ast.unparse(argument) for argument in picture.args)
+    kind = "mask" if eval(variant, {**vars(tw), "np": np}).kind == "bool" else "score"
+    function = eval(f"lambda q, k, v: attention(q, k, v, {kind}={variant})", {**vars(tw), "np": np})
+    heads = 8 if name == "alibi" else 1
+    q, k, v = (torch.randn(1, heads, int(n), D, dtype=torch.float64).requires_grad_() for n in (n_q, n_k, n_k))
+    assert_same(function, q, k, v)
 
 
-@pytest.mark.parametrize("name", [*INSIDE, *MORE])
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+@pytest.mark.parametrize("name", INSIDE)
 def test_variants_built_inside(name: str) -> None:
-    size, options = {**INSIDE, **MORE}[name]
+    size, options = INSIDE[name]
     assert_same(lambda q, k, v, x: tw.attention(q, k, v, **options(x)), *inputs(1, HEADS, N, D), _tensor(*size))
 
 
 def test_every_operation_can_be_followed() -> None:
-    """All of Python's operators on expressions, and PyTorch's functions; `~` is written torch.logical_not."""
+    """All of Python's operators on expressions but `~`, and PyTorch's functions."""
     one, two = torch.tensor(1.5, dtype=torch.float64), torch.tensor(3)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -121,18 +134,19 @@ def test_every_operation_can_be_followed() -> None:
         x = +S * 2 / 3 - 1 / (abs(S) + 1) + tw.exp(-S * S) + tw.log(S * S + 1) + tw.tanh(S)
         x = tw.minimum(x, one) + tw.maximum(i, two) * one - one / (x * x + one) + (two - i) * 0.25 + one * x
         y = torch.where(i > two, torch.tanh(x), torch.exp(torch.abs(x) * -1.0)) + torch.maximum(x, one)
-        y = y + tw.where(x > y, x // 1.0, y % 2.0)
+        y = y + tw.where(x > y, x // 1.0, y % 2.0) + (x // one) * 0.5 + x % one - x / one + (x - one) + (one - x)
         near = ((i < 9) & (K >= Q - 4)) | (K <= Q) & (Q != K) | torch.logical_not(K == 1) | (one < x * 0 + 2)
         return tw.attention(q, k, v, mask=(i != -99) & (K >= 0), score=tw.where((near != (K == 2)) == (Q > 0), y, S))
 
     assert_same(attention, *inputs(1, HEADS, N, D))
 
 
-@pytest.mark.xfail(strict=True, raises=Unsupported, reason="PyTorch's compiler follows no `~` of objects (2.13)")
-def test_invert_cannot_be_followed() -> None:
-    """When this passes, the advice to write torch.logical_not can go."""
-    q, k, v = inputs(1, HEADS, N, D)
-    compiled(lambda: tw.attention(q, k, v, mask=~tw.window(1)))()
+@pytest.mark.xfail(
+    torch.torch_version.TorchVersion(torch.__version__) < (2, 15),
+    strict=True, raises=Unsupported, reason="the compiler follows no `~` of an object before PyTorch 2.15",
+)  # fmt: skip
+def test_invert_can_be_followed() -> None:
+    assert_same(lambda q, k, v: tw.attention(q, k, v, mask=~tw.window(1)), *inputs(1, HEADS, N, D))
 
 
 def test_where_the_compiler_stops_python_goes_on() -> None:

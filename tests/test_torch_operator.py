@@ -33,6 +33,7 @@ def _operands(case: Example) -> tuple[Any, ...]:
 # -- PyTorch's checks: schema, fake tensors, autograd, ahead-of-time compilation with dynamic shapes -------------------
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own: it looks at tensors that are no leaves
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["full", "all at once", "t5", "document per batch", "packed bias by sequence"])
 def test_opcheck(name: str, dtype: torch.dtype) -> None:

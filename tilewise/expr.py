@@ -219,9 +219,9 @@ class Expr:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Expr:
-        from tilewise.flex import foreign
+        from tilewise.flex import foreign, torch_name
 
-        return foreign(f"{func.__name__} with keywords" if kwargs else func.__name__, args)
+        return foreign(f"{torch_name(func)} with keywords" if kwargs else torch_name(func), args)
 
     # -- text ---------------------------------------------------------------------------------------------------------
     def __repr__(self) -> str:

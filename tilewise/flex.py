@@ -58,6 +58,20 @@ def foreign(name: str, args: Sequence[Any]) -> Expr:
     return _FOREIGN[name](*args)
 
 
+def torch_name(function: Any) -> str:
+    """The name of a function of PyTorch's; torch.compile of 2.15 sees a reflected operator by its wrapper's name."""
+    if function.__name__ == "wrapped":
+        tensor = sys.modules["torch"].Tensor
+        return next((name for name in _REFLECTED if getattr(tensor, name, None) is function), "wrapped")
+    return str(function.__name__)
+
+
+_REFLECTED = {
+    "__radd__": "add", "__rsub__": "sub", "__rmul__": "mul", "__rtruediv__": "div", "__rdiv__": "div",
+    "__rfloordiv__": "floordiv", "__rmod__": "mod",
+}  # fmt: skip
+
+
 def _table() -> dict[str, Callable[..., Expr]]:
     """Functions by the names that NumPy's ufuncs and PyTorch's functions and methods have."""
     table: dict[str, Callable[..., Expr]] = {
@@ -76,8 +90,7 @@ def _table() -> dict[str, Callable[..., Expr]]:
     for op, names in binary.items():
         build = ex.arithmetic if op in ex.ARITHMETIC else ex.comparison if op in ex.COMPARISONS else ex.logic
         table.update((name, partial(build, op)) for name in names)
-    reflected = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul", "__rtruediv__": "div", "__rdiv__": "div"}
-    for name, op in reflected.items():
+    for name, op in _REFLECTED.items():
         table[name] = lambda a, b, op=op: ex.arithmetic(op, b, a)
     return table
 

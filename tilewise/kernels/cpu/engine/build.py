@@ -132,8 +132,14 @@ def is_set(variable: str) -> bool:
 
 
 def _platform_flags() -> list[str]:
-    """On macOS the library is for the machine that Python runs on, whatever the compiler would take by itself."""
-    return ["-arch", platform.machine(), f"-mmacosx-version-min={MACOS_TARGET}"] if ON_MACOS else []
+    """On macOS the library is for the machine that Python runs on, whatever the compiler would take by itself.
+
+    On Linux a thread's own variables are there from its start: made when first asked for, they would end the process
+    where memory is short.
+    """
+    if ON_MACOS:
+        return ["-arch", platform.machine(), f"-mmacosx-version-min={MACOS_TARGET}"]
+    return ["-ftls-model=initial-exec"] if sys.platform == "linux" else []
 
 
 def _accepts(compiler: list[str], flags: list[str]) -> bool:
