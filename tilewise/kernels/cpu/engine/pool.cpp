@@ -15,23 +15,18 @@
 #include <new>
 #include <system_error>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "engine.h"
 
 namespace {
 
-// Memory that a thread keeps from task to task and from call to call.
+// Memory that is kept from task to task and from call to call.
 class Kept {
    public:
     Kept() = default;
-    Kept(Kept&& other) noexcept { *this = std::move(other); }
-    Kept& operator=(Kept&& other) noexcept {
-        std::swap(memory_, other.memory_);
-        std::swap(size_, other.size_);
-        return *this;
-    }
+    Kept(const Kept&) = delete;
+    Kept& operator=(const Kept&) = delete;
     ~Kept() { free(memory_); }
     void* at_least(size_t bytes) {
         if (bytes > size_) {
@@ -47,7 +42,6 @@ class Kept {
     void* memory_ = nullptr;
     size_t size_ = 0;
 };
-thread_local Kept kept;
 
 // One caller's tasks. It lives on the caller's stack, so the caller leaves last.
 struct Job {
@@ -63,15 +57,9 @@ struct Job {
         next = n;
     }
     // Takes tasks until there are none; `pause` is asked within and after each, and stops the job.
-    void work(const Pause& pause) {
-        Kept mine;  // a handler of signals may call the engine from within `pause`
-        std::swap(mine, kept);
-        void* scratch = mine.at_least(std::max<size_t>(scratch_bytes, 1));
+    void work(Kept& kept, const Pause& pause) {
+        void* scratch = kept.at_least(std::max<size_t>(scratch_bytes, 1));
         if (scratch == nullptr) return stop(NO_MEMORY);
-        take(scratch, pause);
-        std::swap(mine, kept);
-    }
-    void take(void* scratch, const Pause& pause) {
         for (int64_t i; (i = next.fetch_add(1)) < n;) {
             try {
                 task(i, scratch, pause);
@@ -83,6 +71,24 @@ struct Job {
     }
     bool stopped() const { return status != DONE; }
 };
+
+// A caller's memory. Callers take it in turn, so that none is tied to a thread: a handler of signals may call the engine
+// from within a pause, and threads of Python's come and go.
+class Borrowed {
+   public:
+    Borrowed() : kept_(spare.exchange(nullptr)) {
+        if (kept_ == nullptr) kept_ = new Kept;
+    }
+    Borrowed(const Borrowed&) = delete;
+    Borrowed& operator=(const Borrowed&) = delete;
+    ~Borrowed() { delete spare.exchange(kept_); }
+    Kept& operator*() { return *kept_; }
+
+   private:
+    static std::atomic<Kept*> spare;
+    Kept* kept_;
+};
+std::atomic<Kept*> Borrowed::spare{nullptr};
 
 // The calling thread's pauses: it asks for signals, but not all the time.
 struct Watch {
@@ -129,6 +135,7 @@ class Apart {
 class Pool {
    public:
     void run(Job& job, int wanted, Interrupted interrupted) {
+        Borrowed mine;
         {
             std::lock_guard<std::mutex> lock(mutex_);
             start(wanted);
@@ -137,7 +144,7 @@ class Pool {
         }
         wake_.notify_all();
         Watch watch{job, interrupted};
-        job.work({[](void* watch) { return static_cast<Watch*>(watch)->ask(); }, &watch});
+        job.work(*mine, {[](void* watch) { return static_cast<Watch*>(watch)->ask(); }, &watch});
         std::unique_lock<std::mutex> lock(mutex_);
         open_.remove_if([&](const Open& open) { return open.job == &job; });
         left_.wait(lock, [&] { return job.helpers == 0; });
@@ -162,6 +169,7 @@ class Pool {
     }
 
     void serve() {
+        Kept mine;
         std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
             auto found = std::find_if(open_.begin(), open_.end(), [](const Open& open) {
@@ -174,7 +182,7 @@ class Pool {
             Job* job = found->job;
             job->helpers++;
             lock.unlock();
-            job->work({[](void* job) { return static_cast<Job*>(job)->stopped(); }, job});
+            job->work(mine, {[](void* job) { return static_cast<Job*>(job)->stopped(); }, job});
             lock.lock();
             if (--job->helpers == 0) left_.notify_all();
         }
