@@ -17,7 +17,9 @@ from tilewise.spec import Attention, Partial, Shape, Tile
 def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile) -> Partial:
     """Attention on (batch, heads, n, d) arrays."""
     shape = Shape.of(spec, q, k, v)
-    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), order="C")
+    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v))  # stored as q is, so that a caller's layout goes on
+    if out.strides[-1] != out.itemsize:  # q is broadcast
+        out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], arrays.compute_dtype(shape.dtype))
     marshal = Marshal(spec, shape, tile)
     call = marshal.forward(q, k, v, out, lse)
