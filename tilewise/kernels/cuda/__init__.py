@@ -1,0 +1,1 @@
+"""The CUDA kernel system: plain CUDA C++, a ladder from the naive kernel up, compiled when first needed."""

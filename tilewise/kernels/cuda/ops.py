@@ -1,0 +1,384 @@
+"""The cuda op table: expressions as C++, spliced into the kernels as `variant.h`.
+
+A value is computed where it varies: once a head, a query row or a key, and for each score only what depends on both.
+Conditions that bound K by a sum of other variables (causal, window, prefix) become bounds of a column within the tile,
+held in registers for each row: a comparison with a constant for each score, which is what one would write by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntFlag
+from typing import Any
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.expr import COMPARISONS, Expr, Loaded, OpTable, evaluate
+
+STORED = {
+    "float32": "float", "float64": "double", "float16": "Half", "bfloat16": "BFloat", "int8": "signed char",
+    "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char", "bool": "Truth",
+}  # fmt: skip
+
+# Bounds are sums of a few variables and a constant, and must fit 32 bits: positions may not be beyond MOST_POSITIONS.
+MOST_POSITIONS = 2**27
+_MOST_TERMS, _MOST_CONSTANT = 4, 2**28
+
+
+class Place(IntFlag):
+    """Where a value varies; what depends on both a query and a key varies from score to score."""
+
+    HEAD = 0
+    ROW = 1
+    KEY = 2
+    SCORE = 3
+
+
+_STRUCTS = {Place.HEAD: "head", Place.ROW: "row", Place.KEY: "key"}  # what holds the values of each place
+_NAMES = {Place.HEAD: "h", Place.ROW: "r", Place.KEY: "k", Place.SCORE: "x"}  # how the values of each place are named
+_PLACES = {"S": Place.SCORE, "Q": Place.ROW, "QP": Place.ROW, "K": Place.KEY, "KP": Place.KEY}
+
+Linear = Mapping[str, int]  # a whole number as a sum: how often each variable is in it, and the constant under ""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A condition on K: no less than each of `least`, no more than each of `most`."""
+
+    least: tuple[Linear, ...] = ()
+    most: tuple[Linear, ...] = ()
+
+
+@dataclass(frozen=True)
+class Term:
+    """A value in C++: a literal, or a name in the place where it is computed."""
+
+    text: str
+    type: str  # bool, int, long long or float
+    place: Place
+    named: bool = True  # a literal is the same everywhere
+    from_array: bool = False  # such integers may have any size, so arithmetic on them takes 64 bits, as in NumPy
+    linear: Linear | None = None
+    within: Range | None = None  # a condition not written down yet: another bound may join it
+
+    def seen_from(self, place: Place) -> str:
+        """How code of that place calls the value."""
+        return self.text if not self.named or self.place == place else f"{_STRUCTS[self.place]}.{self.text}"
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A value that gets a name: its type, its text, and the terms that the text speaks of."""
+
+    name: str
+    type: str
+    text: str
+    uses: tuple[Term, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """The C++ of an attention's mask and score, and the arrays it loads from, in the order of Params.arrays."""
+
+    text: str
+    slots: tuple[Loaded, ...]
+
+
+def variant(mask: Expr | None, score: Expr | None) -> Variant:
+    """What `variant.h` stands for in a kernel's source."""
+    writer = _Writer()
+    functions = [
+        writer.function("float", "score", score, "s", parameter=", float s"),
+        writer.function("bool", "mask", mask, "true"),
+    ]
+    flags = f"constexpr bool HAS_MASK = {_bool(mask is not None)}, HAS_SCORE = {_bool(score is not None)};"
+    return Variant("\n\n".join([_OPENING, flags, *writer.places(), *functions, "}  // namespace variant\n"]),
+                   tuple(writer.slots))  # fmt: skip
+
+
+def _bool(value: bool) -> str:
+    return "true" if value else "false"
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+_OPENING = "// Made from the mask and the score of a call by ops.py.\n#pragma once\n\nnamespace variant {"
+_INLINE = "__device__ __forceinline__"
+_INDENT = "\n    "
+
+# Each place: what its functions are given, and the variables that begin its struct, with their values.
+_FUNCTIONS = {
+    Place.HEAD: "Head head(const Params& params, const Work& work)",
+    Place.ROW: "Row row(const Params& params, const Head& head, int query)",
+    Place.KEY: "Key key(const Params& params, const Head& head, int first_key, int column)",
+}
+_VARIABLES = {
+    Place.HEAD: {
+        "B": "work.sequence.batch + work.b", "H": "work.h", "HK": "work.hk", "NQ": "work.sequence.total_q",
+        "NK": "work.sequence.total_k", "origin_q": "work.sequence.origin_q", "origin_k": "work.sequence.origin_k",
+        "packed_q": "work.sequence.packed_q", "packed_k": "work.sequence.packed_k",
+    },
+    Place.ROW: {"Q": "head.origin_q + query", "QP": "head.packed_q + query"},
+    Place.KEY: {
+        "K": "head.origin_k + first_key + column", "KP": "head.packed_k + first_key + column", "column": "column",
+    },
+}  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Writer:
+    """Statements in the places where they belong, each written once however often its value is used."""
+
+    slots: list[Loaded] = field(default_factory=list)
+    statements: dict[Place, dict[str, Statement]] = field(default_factory=lambda: {place: {} for place in _NAMES})
+    needed: dict[Place, set[str]] = field(default_factory=lambda: {place: set() for place in _NAMES})
+    bounds: list[str] = field(default_factory=list)
+    _count: int = 0
+
+    # -- the text -----------------------------------------------------------------------------------------------------
+    def function(self, result: str, name: str, expr: Expr | None, otherwise: str, parameter: str = "") -> str:
+        """The mask or the score as a function; `otherwise` is what it returns where there is none."""
+        self.statements[Place.SCORE] = {}
+        value = otherwise
+        if expr is not None:
+            term = self.written(evaluate(expr, _Variables(), self._ops()))
+            self._need(term)
+            value = term.seen_from(Place.SCORE)
+        given = f"const Params& params, const Head& head, const Row& row, const Key& key{parameter}"
+        body = _INDENT.join([*self._declarations(Place.SCORE), f"return {value};"])
+        return f"{_INLINE} {result} {name}({given}) {{{_INDENT}{body}\n}}"
+
+    def places(self) -> list[str]:
+        """The structs of heads, rows and keys, and the functions that fill them in."""
+        structs = [self._struct(place) for place in _STRUCTS]
+        kept = self.needed[Place.ROW]
+        shifts = "".join(f"{_INDENT}row.{name} -= first_key;" for name in self.bounds if name in kept)
+        moved = f"{_INLINE} Row seen_from(Row row, int first_key) {{{shifts}{_INDENT}return row;\n}}"
+        told = "// A row whose bounds are columns of the tile that begins at first_key."
+        return [*structs, f"{told}\n{moved}"]
+
+    def _struct(self, place: Place) -> str:
+        name, variables = _STRUCTS[place], _VARIABLES[place]
+        fields = [f"int {', '.join(variables)};"]
+        made = self._kept(place)
+        fields += [f"{statement.type} {statement.name};" for statement in made]
+        filled = [f"const int {variable} = {value};" for variable, value in variables.items() if variable != value]
+        filled += self._declarations(place)
+        every = ", ".join([*variables, *(statement.name for statement in made)])
+        struct = f"struct {name.capitalize()} {{{_INDENT}{_INDENT.join(fields)}\n}};"
+        body = _INDENT.join([*filled, f"return {{{every}}};"])
+        return f"{struct}\n\n{_INLINE} {_FUNCTIONS[place]} {{{_INDENT}{body}\n}}"
+
+    def _declarations(self, place: Place) -> list[str]:
+        return [f"const {x.type} {x.name} = {x.text};" for x in self._kept(place)]
+
+    def _kept(self, place: Place) -> list[Statement]:
+        """What is used in the end: sums that became bounds are not."""
+        return [x for x in self.statements[place].values() if x.name in self.needed[place]]
+
+    def _need(self, *terms: Term) -> None:
+        stack = list(terms)
+        while stack:
+            term = stack.pop()
+            found = {x.name: x for x in self.statements[term.place].values()}.get(term.text) if term.named else None
+            if found is not None and found.name not in self.needed[term.place]:
+                self.needed[term.place].add(found.name)
+                stack += found.uses
+
+    def statement(self, type_: str, text: str, place: Place, uses: tuple[Term, ...]) -> str:
+        """The name of a value, which is computed in that place."""
+        known = self.statements[place]
+        if text not in known:
+            self._count += 1
+            known[text] = Statement(f"{_NAMES[place]}{self._count}", type_, text, uses)
+        return known[text].name
+
+    def written(self, term: Term) -> Term:
+        """A term that has a text: bounds of K are written down when something other than `&` uses them."""
+        if term.within is None:
+            return term
+        conditions: list[str] = []
+        bounds: list[Term] = []
+        sides = ((term.within.least, max, ">="), (term.within.most, min, "<="))
+        for forms, choose, symbol in sides:
+            if forms:
+                function = "maximum" if choose is max else "minimum"
+                texts = [_sum_text(form) for form in _tightest(forms, choose)]
+                bound = texts[0]
+                for text in texts[1:]:
+                    bound = f"{function}({bound}, {text})"
+                name = self.statement("int", bound, Place.ROW, ())
+                bounds.append(Term(name, "int", Place.ROW))
+                if name not in self.bounds:
+                    self.bounds.append(name)
+                conditions.append(f"key.column {symbol} row.{name}")
+        name = self.statement("bool", " && ".join(conditions), Place.SCORE, tuple(bounds))
+        return Term(name, "bool", Place.SCORE)
+
+    # -- the operations -----------------------------------------------------------------------------------------------
+    def _ops(self) -> OpTable:
+        table: dict[str, Callable[..., Term]] = {op: self._call(text) for op, text in _TEMPLATES.items()}
+        table |= {op: self._comparison(op) for op in COMPARISONS}
+        table |= {op: self._arithmetic(op) for op in _ARITHMETIC}
+        return {**table, "const": _constant, "load": self._load, "and": self._and, "neg": self._negative}
+
+    def emit(self, template: str, args: tuple[Term, ...], type_: str, wide: bool = False, **more: Any) -> Term:
+        """The operation, computed in the least place that has all its arguments; `wide`: in 64 bits."""
+        args = tuple(self.written(a) for a in args)
+        place = Place.HEAD
+        for a in args:
+            place |= a.place
+        texts = [a.seen_from(place) for a in args]
+        if wide:
+            texts = [text if a.type == "long long" else f"int64({text})" for text, a in zip(texts, args, strict=True)]
+        name = self.statement(type_, template.format(*texts), place, args)
+        return Term(name, type_, place, from_array=any(a.from_array for a in args), **more)
+
+    def _call(self, template: str) -> Callable[..., Term]:
+        def call(*args: Term) -> Term:
+            type_ = _RESULTS.get(template) or _common(args)
+            return self.emit(template.replace("T", type_), args, type_)
+
+        return call
+
+    def _arithmetic(self, op: str) -> Callable[[Term, Term], Term]:
+        def combine(a: Term, b: Term) -> Term:
+            wide = _common((a, b)) != "float" and (a.from_array or b.from_array)
+            type_ = "long long" if wide else _common((a, b))
+            template = _ARITHMETIC[op].replace("T", type_)
+            return self.emit(template, (a, b), type_, wide, linear=_combined(op, a.linear, b.linear))
+
+        return combine
+
+    def _negative(self, a: Term) -> Term:
+        wide = a.type != "float" and a.from_array
+        return self.emit("-{0}", (a,), "long long" if wide else a.type, wide, linear=_times(a.linear, -1))
+
+    def _comparison(self, op: str) -> Callable[[Term, Term], Term]:
+        def compare(a: Term, b: Term) -> Term:
+            within = _range(op, a.linear, b.linear)
+            if within is not None:
+                return Term("", "bool", Place.SCORE, within=within)
+            return self.emit(f"{{0}} {COMPARISONS[op]} {{1}}", (a, b), "bool")
+
+        return compare
+
+    def _and(self, a: Term, b: Term) -> Term:
+        if a.within is not None and b.within is not None:
+            joined = Range(a.within.least + b.within.least, a.within.most + b.within.most)
+            return Term("", "bool", Place.SCORE, within=joined)
+        return self.emit("{0} && {1}", (a, b), "bool")
+
+    def _load(self, slot: Loaded, *index: Term) -> Term:
+        known = [i for i, x in enumerate(self.slots) if x.array is slot.array]
+        if not known:
+            self.slots.append(slot)
+        number = known[0] if known else len(self.slots) - 1
+        stored = arrays.dtype_name(slot.array)
+        type_ = {"float": "float", "bool": "bool"}.get(arrays.value_kind(slot.array)) or (
+            "long long" if stored == "int64" else "int"
+        )
+        places = ", ".join([f"params.arrays[{number}]", *(f"{{{i}}}" for i in range(len(index)))])
+        read = self.emit(f"load<{STORED[stored]}>({places})", index, type_)
+        return Term(read.text, type_, read.place, from_array=True)
+
+
+class _Variables(dict[str, Term]):
+    """The variables of expressions."""
+
+    def __missing__(self, name: str) -> Term:
+        if name == "S":
+            return Term("s", "float", Place.SCORE)
+        return Term(name, "int", _PLACES.get(name, Place.HEAD), linear={name: 1})
+
+
+# T is the type that the arguments have in common.
+_TEMPLATES = {
+    "float": "float({0})", "abs": "absolute<T>({0})", "exp": "expf({0})", "log": "logf({0})", "tanh": "tanhf({0})",
+    "minimum": "minimum<T>({0}, {1})", "maximum": "maximum<T>({0}, {1})", "where": "{0} ? T({1}) : T({2})",
+    "or": "{0} || {1}", "not": "!{0}",
+}  # fmt: skip
+_RESULTS = {"float({0})": "float"}
+_ARITHMETIC = {
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "floordiv": "floordiv<T>({0}, {1})", "mod": "floormod<T>({0}, {1})",
+}  # fmt: skip
+
+
+def _common(args: tuple[Term, ...]) -> str:
+    """The widest type among the last two arguments: the first of three is a condition."""
+    types = {a.type for a in args[-2:]}
+    return next(type_ for type_ in ("float", "long long", "int", "bool") if type_ in types)
+
+
+def _constant(value: bool | int | float) -> Term:
+    if isinstance(value, bool):
+        return Term(_bool(value), "bool", Place.HEAD, named=False)
+    if isinstance(value, int):
+        # C++ has no negative literals: the smallest integer would be the negative of one that does not fit.
+        text = str(value) if value >= 0 else f"(-{-value - 1} - 1)" if value == -(2**31) else f"({value})"
+        return Term(text, "int", Place.HEAD, named=False, linear={"": value})
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    if np.isinf(single):
+        text = "INFINITY" if single > 0 else "(-INFINITY)"
+    else:
+        digits = f"{float(single):.9g}"
+        text = f"{digits if '.' in digits or 'e' in digits else digits + '.0'}f"
+        text = f"({text})" if text.startswith("-") else text
+    return Term(text, "float", Place.HEAD, named=False)
+
+
+# -- sums of variables ------------------------------------------------------------------------------------------------
+
+
+def _times(a: Linear | None, factor: int) -> Linear | None:
+    return None if a is None else {name: factor * count for name, count in a.items()}
+
+
+def _combined(op: str, a: Linear | None, b: Linear | None) -> Linear | None:
+    if a is None or b is None or op not in ("add", "sub"):
+        return None
+    sign = 1 if op == "add" else -1
+    return {name: a.get(name, 0) + sign * b.get(name, 0) for name in {**a, **b}}
+
+
+_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
+
+
+def _range(op: str, a: Linear | None, b: Linear | None) -> Range | None:
+    """`a op b` as a bound of K, if it is one: K stands alone on one side, and the rest is a short sum without it."""
+    difference = _combined("sub", a, b)
+    if difference is None or op not in _MIRRORED or abs(difference.get("K", 0)) != 1:
+        return None
+    if difference["K"] < 0:
+        op, difference = _MIRRORED[op], _times(difference, -1) or {}
+    # K + rest op 0; K is counted from the beginning of these keys, as columns are.
+    rest = {name: -count for name, count in difference.items() if name != "K" and count}
+    constant = rest.pop("", 0) + {"lt": -1, "gt": 1}.get(op, 0)
+    if sum(map(abs, rest.values())) > _MOST_TERMS or abs(constant) > _MOST_CONSTANT or {"KP"} & rest.keys():
+        return None
+    bound = {**rest, "": constant}
+    return Range(most=(bound,)) if op in ("lt", "le") else Range(least=(bound,))
+
+
+def _tightest(forms: tuple[Linear, ...], choose: Callable[[int, int], int]) -> list[Linear]:
+    """Bounds that differ by a constant are one bound."""
+    constants: dict[tuple[tuple[str, int], ...], int] = {}
+    for form in forms:
+        variables = tuple(sorted((name, count) for name, count in form.items() if name))
+        constants[variables] = choose(form[""], constants.get(variables, form[""]))
+    return [{**dict(variables), "": constant} for variables, constant in constants.items()]
+
+
+def _sum_text(form: Linear) -> str:
+    """A bound in the place of rows, counted from the first key of the call or sequence."""
+    terms = [(form[""], "1"), (-1, "head.origin_k")] if form[""] else [(-1, "head.origin_k")]
+    named = [(n, name if _PLACES.get(name) == Place.ROW else f"head.{name}") for name, n in form.items() if name]
+    text = ""
+    for count, name in [*sorted(named, key=lambda term: term[0] < 0), *terms]:
+        size = str(abs(count)) if name == "1" else name if abs(count) == 1 else f"{abs(count)} * {name}"
+        text += (" - " if count < 0 else " + ") + size if text else ("-" if count < 0 else "") + size
+    return text

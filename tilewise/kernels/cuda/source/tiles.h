@@ -1,0 +1,43 @@
+// Tiles in shared memory: rows of floats, four more than there are columns, so that neighbouring rows differ in banks.
+#pragma once
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+template <int ROWS, int COLUMNS> struct Tile {
+    static constexpr int STEP = COLUMNS + 4, BYTES = ROWS * STEP * 4;
+    float* data;
+
+    __device__ __forceinline__ explicit Tile(unsigned char* at) : data(reinterpret_cast<float*>(at)) {}
+    __device__ __forceinline__ float* at(int row, int column, int width WHERE) const {
+        CHECK(row >= 0 && row < ROWS && column >= 0 && column + width <= COLUMNS, "outside the tile");
+        return data + row * STEP + column;
+    }
+    __device__ __forceinline__ void set(int row, int column, float value WHERE) const {
+        float* to = at(row, column, 1 HERE);
+        WRITES(to, 1);
+        *to = value;
+    }
+    __device__ __forceinline__ float2 two(int row, int column WHERE) const {
+        const float* from = at(row, column, 2 HERE);
+        READS(from, 2);
+        return *reinterpret_cast<const float2*>(from);
+    }
+    __device__ __forceinline__ float4 four(int row, int column WHERE) const {
+        const float* from = at(row, column, 4 HERE);
+        READS(from, 4);
+        return *reinterpret_cast<const float4*>(from);
+    }
+};
+
+__device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
+
+// All threads together: rows and columns of global memory times a factor, 0 where there are none.
+template <int THREADS, class Stored, int ROWS, int COLUMNS>
+__device__ __forceinline__ void fill(const Tile<ROWS, COLUMNS>& tile, const Stored* from, int64 step, int rows,
+                                     int columns, float factor WHERE) {
+    for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
+        const int row = i / COLUMNS, column = i % COLUMNS;
+        const bool inside = row < rows && column < columns;
+        tile.set(row, column, inside ? widen(from[row * step + column]) * factor : 0.0f HERE);
+    }
+}

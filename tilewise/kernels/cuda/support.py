@@ -1,0 +1,25 @@
+"""What the CUDA kernels can compute, on a GPU or on the simulator."""
+
+from __future__ import annotations
+
+from tilewise.kernels.cuda.ops import MOST_POSITIONS
+from tilewise.kernels.cuda.structs import MAX_ARRAYS, MAX_RANK
+from tilewise.spec import Attention, Shape
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def unsupported(spec: Attention, shape: Shape) -> str | None:
+    """Why not this call, whatever the kernel of the ladder."""
+    if shape.backward:
+        return "it has no backward pass"
+    if shape.dtype not in DTYPES:
+        return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
+    if max(shape.total_q, shape.total_k, shape.n_q, shape.n_k) > MOST_POSITIONS:
+        return f"it counts up to {MOST_POSITIONS} positions"
+    if len(spec.loaded) > MAX_ARRAYS:
+        return f"the variant reads {len(spec.loaded)} arrays; it takes up to {MAX_ARRAYS}"
+    for slot in spec.loaded:
+        if len(slot.array.shape) > MAX_RANK:
+            return f"a loaded array has {len(slot.array.shape)} dimensions; it reads up to {MAX_RANK}"
+    return None
