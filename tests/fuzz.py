@@ -222,7 +222,9 @@ def _replay(options: argparse.Namespace, seed: int) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Random calls on one kernel system, judged by the contract.")
-    parser.add_argument("--kernel", choices=dispatch.NAMES, required=True, help="the kernel system")
+    parser.add_argument(
+        "--kernel", choices=(*dispatch.NAMES, *dispatch.simulated_rungs()), required=True, help="the kernel system"
+    )
     parser.add_argument("--cases", type=_at_least(1), default=10_000, metavar="N", help="how many (default: 10000)")
     parser.add_argument("--seed", type=_at_least(0), default=0, help="of the first case; others follow (default: 0)")
     parser.add_argument("--only", type=_at_least(0), metavar="SEED", help="one case again, by its own seed")

@@ -46,26 +46,37 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class System:
-    """A line of the table: a name, and where its kernel is."""
+    """A line of the table: a name, where its kernel is, and the rungs that can be named one by one ("cuda/tiled")."""
 
     name: str
     module: str
     attribute: str
+    rungs: tuple[str, ...] = ()
+    simulates: bool = False  # on the CPU what another system computes: taken only if named
 
 
 SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
+    System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", ("naive", "tiled"), simulates=True),
 )
-NAMES = tuple(system.name for system in SYSTEMS)
+NAMES = tuple(system.name for system in SYSTEMS if not system.simulates)
+SIMULATORS = tuple(system.name for system in SYSTEMS if system.simulates)
+_RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
+
+
+def simulated_rungs() -> tuple[str, ...]:
+    """Every rung that a simulator can run."""
+    return tuple(name for name, system in _RUNGS.items() if system.simulates)
 
 
 @cache
 def kernel(name: str) -> Kernel:
-    """The kernel system of this name."""
+    """The kernel system of this name; "cuda/tiled" is that rung of it."""
     check_name(name)
-    system = next(system for system in SYSTEMS if system.name == name)
-    made: Kernel = getattr(import_module(system.module), system.attribute)()
+    rung = name.split("/")[1:]
+    system = _RUNGS[name] if rung else next(system for system in SYSTEMS if system.name == name)
+    made: Kernel = getattr(import_module(system.module), system.attribute)(*rung)
     return made
 
 
@@ -80,9 +91,10 @@ def _reason(name: str, spec: Attention, shape: Shape) -> str | None:
 
 def check_name(name: Any) -> None:
     """Refuse what is not the name of a kernel system."""
-    if name not in ("auto", *NAMES):
-        error = ValueError if isinstance(name, str) else TypeError
-        raise error(f"kernel: expected one of {', '.join(('auto', *NAMES))}, got {name!r}")
+    if not isinstance(name, str):
+        raise TypeError(f"kernel: expected one of {', '.join(('auto', *NAMES))}, got {name!r}")
+    if name not in ("auto", *NAMES, *SIMULATORS, *_RUNGS):
+        raise ValueError(f"kernel: expected one of {', '.join(('auto', *NAMES, *SIMULATORS, *_RUNGS))}, got {name!r}")
 
 
 def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:

@@ -1,0 +1,78 @@
+"""Compiled kernels on disk: written in one step, so that no reader sees half a file, and checked when they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_DIGEST = hashlib.sha256().digest_size  # at the end of each file, where loaders of libraries do not look
+
+
+@dataclass(frozen=True)
+class Files:
+    """A folder of compiled kernels, by name: the latest `most` of them."""
+
+    folder: Path
+    most: int = 4096
+
+    def path(self, name: str) -> Path | None:
+        """The file of that name, if it is there and whole; a damaged one is removed."""
+        path = self.folder / name
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        if _is_whole(content):
+            return path
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+    def read(self, name: str) -> bytes | None:
+        path = self.path(name)
+        return None if path is None else path.read_bytes()[:-_DIGEST]
+
+    def add(self, name: str, content: bytes) -> Path:
+        """Of several writers the last one stays; each wrote the same."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle, partial = tempfile.mkstemp(dir=self.folder, prefix=f".{name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content + hashlib.sha256(content).digest())
+            Path(partial).replace(self.folder / name)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+        self._forget_oldest()
+        return self.folder / name
+
+    def _forget_oldest(self) -> None:
+        with suppress(OSError):  # another process may be at the same
+            files = [path for path in self.folder.iterdir() if not path.name.startswith(".")]
+            if len(files) > self.most:
+                files.sort(key=lambda path: path.stat().st_mtime)
+                for path in files[: len(files) - self.most]:
+                    path.unlink()
+
+
+def _is_whole(content: bytes) -> bool:
+    return len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+
+
+def user_cache(part: str) -> Files:
+    """The user's own cache folder, or one that the variable TILEWISE_CACHE names."""
+    return Files(_root() / part)
+
+
+def _root() -> Path:
+    told = os.environ.get("TILEWISE_CACHE")
+    if told:
+        return Path(told)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "tilewise"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tilewise"

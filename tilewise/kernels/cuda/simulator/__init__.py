@@ -1,0 +1,186 @@
+"""CUDA sources on the CPU: compiled by a C++ compiler, a fiber a thread, with mistakes told by block, thread and line.
+
+program = compile_source(text)            # text: a kernel `attention(const Params)`, assembled with DEVICE
+program.launch(params, grid=4, threads=128, shared_bytes=0, order=Order.RANDOM, seed=1)
+"""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from enum import IntEnum
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+from tilewise.kernels.cuda import cache as store
+from tilewise.kernels.cuda.source import ENTRY
+
+FOLDER = Path(__file__).parent
+COMPILERS = ("c++", "g++", "clang++")
+_RUNTIME = ("runtime.cpp",)
+_HEADERS = ("runtime.h", "fiber.h")
+_RUNTIME_FLAGS = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
+# Line tables, for faults; the compiler's checks of alignment and of arrays' bounds, which call runtime.cpp.
+_KERNEL_FLAGS = [
+    "-x", "c++", "-O1", "-g1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-math-errno",
+    "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all", "-Wno-unknown-pragmas", "-w",
+]  # fmt: skip
+_WRAPPER = f"""
+extern "C" __attribute__((visibility("default"))) void tilewise_kernel(const void* params) {{
+    {ENTRY}(*static_cast<const Params*>(params));
+}}
+"""
+
+
+class Order(IntEnum):
+    """In which order the threads of a block take their turns."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    RANDOM = 2
+
+
+class SimulationError(RuntimeError):
+    """What a kernel did wrong, with the block, the thread and the line."""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint), ("threads", ctypes.c_uint), ("shared_bytes", ctypes.c_uint),
+        ("order", ctypes.c_int), ("seed", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class Program:
+    """A compiled kernel. Launches of one program take turns: the simulator's state is the library's own."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._library = ctypes.CDLL(str(path))
+        self._library.tilewise_simulate.restype = ctypes.c_char_p
+        weakref.finalize(self, _ctypes.dlclose, self._library._handle)
+        self._lock = threading.Lock()
+
+    def launch(
+        self,
+        params: ctypes.Structure,
+        *,
+        grid: int,
+        threads: int,
+        shared_bytes: int = 0,
+        order: Order = Order.FORWARD,
+        seed: int = 1,
+    ) -> None:
+        """Run all blocks; SimulationError if the kernel made a mistake that the simulator sees."""
+        asked = _Launch(grid, threads, -(-shared_bytes // 16) * 16, order, seed)
+        with self._lock:
+            told = self._library.tilewise_simulate(
+                self._library.tilewise_kernel, ctypes.byref(params), ctypes.byref(asked)
+            )
+        if told is not None:
+            raise SimulationError(self._with_line(told.decode()))
+
+    def _with_line(self, report: str) -> str:
+        """A fault is told by its address in the library, which binutils can turn into a line."""
+        found = re.match(r"@([0-9a-f]+)", report)
+        tool = shutil.which("addr2line")
+        if found is None:
+            return report
+        line = "somewhere"
+        if tool is not None:
+            command = [tool, "-e", str(self._path), found[1]]
+            line = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split(" ")[0].strip()
+        return f"{Path(line).name}{report[found.end() :]}"
+
+
+# -- compiling --------------------------------------------------------------------------------------------------------
+
+
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled here, and what to do."""
+    if sys.platform == "win32":
+        return "the simulator runs on Linux and macOS only"
+    if not _compiler():
+        return (
+            f"it compiles CUDA sources with a C++ compiler and finds none (CXX, {', '.join(COMPILERS)}); "
+            "install one (Debian, Ubuntu: apt install g++; macOS: xcode-select --install)"
+        )
+    return None
+
+
+def _compiler() -> list[str]:
+    given = shlex.split(os.environ.get("CXX", ""))
+    for candidate in [given] if given else [[name] for name in COMPILERS]:
+        if shutil.which(candidate[0]):
+            return candidate
+    return []
+
+
+@cache
+def _version(compiler: tuple[str, ...]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@cache
+def device_header() -> str:
+    """What stands for source/device.h here."""
+    return (FOLDER / "device.h").read_text()
+
+
+@lru_cache(maxsize=256)
+def compile_source(text: str) -> Program:
+    """The program of an assembled source, from the cache if it was ever compiled."""
+    compiler = _compiler()
+    runtime = _runtime(tuple(compiler))
+    key = _key(text, runtime.name, *_KERNEL_FLAGS)
+
+    def make(folder: Path) -> Path:
+        (folder / "kernel.cu").write_text(text + _WRAPPER)
+        command = [*compiler, *_KERNEL_FLAGS, "-shared", "kernel.cu", "-x", "none", str(runtime), "-o", "kernel.so"]
+        return _run(command, folder, "kernel.so")
+
+    return Program(_made(f"{key}.so", make))
+
+
+@cache
+def _runtime(compiler: tuple[str, ...]) -> Path:
+    """The simulator itself, which every program is linked with."""
+    texts = [(FOLDER / name).read_text() for name in (*_RUNTIME, *_HEADERS)]
+    key = _key(*texts, *compiler, _version(compiler), *_RUNTIME_FLAGS)
+
+    def make(folder: Path) -> Path:
+        sources = [str(FOLDER / name) for name in _RUNTIME]
+        return _run([*compiler, *_RUNTIME_FLAGS, "-c", *sources, "-o", "runtime.o"], folder, "runtime.o")
+
+    return _made(f"{key}.o", make)
+
+
+def _key(*parts: Any) -> str:
+    return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
+
+
+def _made(name: str, make: Any) -> Path:
+    files = store.user_cache("simulator")
+    found = files.path(name)
+    if found is None:
+        with tempfile.TemporaryDirectory() as folder:
+            found = files.add(name, make(Path(folder)).read_bytes())
+    return found
+
+
+def _run(command: list[str], folder: Path, result: str) -> Path:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the C++ compiler failed on a CUDA source:\n{done.stderr.strip()[:4000]}")
+    return folder / result
