@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 from tilewise.spec import Tile
 
+SOURCES = Path(__file__).with_name("source")
+
 
 class Rung(Protocol):
-    """A kernel of the ladder, source/NAME.cu, and how it divides the work."""
+    """A kernel of the ladder, and how it divides the work. Its source is NAME.cu in its folder."""
 
     name: str
+    folder: Path
     planned: bool  # whether it visits the tiles of a plan, or simply all keys
 
     def default_tile(self, d: int, d_v: int) -> Tile: ...
@@ -25,7 +29,7 @@ class Rung(Protocol):
 
 
 class Naive:
-    name, planned = "naive", False
+    name, folder, planned = "naive", SOURCES, False
 
     def default_tile(self, d: int, d_v: int) -> Tile:
         return Tile(128, 128)
@@ -43,7 +47,7 @@ class Naive:
 class Tiled:
     """Tiles are smaller where heads are large: q lies in shared memory whole, acc in registers."""
 
-    name, planned = "tiled", True
+    name, folder, planned = "tiled", SOURCES, True
     SLICE = 32
     MOST_KEYS = 128
 

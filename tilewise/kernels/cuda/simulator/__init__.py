@@ -27,19 +27,22 @@ from tilewise.kernels.cuda import cache as store
 from tilewise.kernels.cuda.source import ENTRY
 
 FOLDER = Path(__file__).parent
+_ALIGNMENT = 64  # of parameters: tensor maps need it
 COMPILERS = ("c++", "g++", "clang++")
-_RUNTIME = ("runtime.cpp",)
+_RUNTIME = ("runtime.cpp", "hopper.cpp")
 _HEADERS = ("runtime.h", "fiber.h")
 _RUNTIME_FLAGS = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
 # Line tables, for faults; the compiler's checks of alignment and of arrays' bounds, which call runtime.cpp.
 _KERNEL_FLAGS = [
-    "-x", "c++", "-O1", "-g1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-math-errno",
+    "-x", "c++", "-O1", "-g1", "-gdwarf-4", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-math-errno",
     "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all", "-Wno-unknown-pragmas", "-w",
 ]  # fmt: skip
+# What the simulator calls: the kernel, with its one parameter taken by value.
 _WRAPPER = f"""
-extern "C" __attribute__((visibility("default"))) void tilewise_kernel(const void* params) {{
-    {ENTRY}(*static_cast<const Params*>(params));
+template <class Params> void call(void (*kernel)(Params), const void* params) {{
+    kernel(*static_cast<const Params*>(params));
 }}
+extern "C" __attribute__((visibility("default"))) void tilewise_kernel(const void* params) {{ call({ENTRY}, params); }}
 """
 
 
@@ -84,10 +87,13 @@ class Program:
     ) -> None:
         """Run all blocks; SimulationError if the kernel made a mistake that the simulator sees."""
         asked = _Launch(grid, threads, -(-shared_bytes // 16) * 16, order, seed)
+        size = ctypes.sizeof(params)
+        room = ctypes.create_string_buffer(size + _ALIGNMENT)
+        at = -(-ctypes.addressof(room) // _ALIGNMENT) * _ALIGNMENT
+        ctypes.memmove(at, ctypes.addressof(params), size)
+        library = self._library
         with self._lock:
-            told = self._library.tilewise_simulate(
-                self._library.tilewise_kernel, ctypes.byref(params), ctypes.byref(asked)
-            )
+            told = library.tilewise_simulate(library.tilewise_kernel, ctypes.c_void_p(at), ctypes.byref(asked))
         if told is not None:
             raise SimulationError(self._with_line(told.decode()))
 
@@ -133,9 +139,9 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 
 @cache
-def device_header() -> str:
-    """What stands for source/device.h here."""
-    return (FOLDER / "device.h").read_text()
+def headers() -> dict[str, str]:
+    """What stands for the headers of GPUs here."""
+    return {"device.h": (FOLDER / "device.h").read_text(), "hopper.h": (FOLDER / "hopper.h").read_text(), "wgmma.h": ""}
 
 
 @lru_cache(maxsize=256)
@@ -160,8 +166,9 @@ def _runtime(compiler: tuple[str, ...]) -> Path:
     key = _key(*texts, *compiler, _version(compiler), *_RUNTIME_FLAGS)
 
     def make(folder: Path) -> Path:
-        sources = [str(FOLDER / name) for name in _RUNTIME]
-        return _run([*compiler, *_RUNTIME_FLAGS, "-c", *sources, "-o", "runtime.o"], folder, "runtime.o")
+        (folder / "all.cpp").write_text("".join(f'#include "{name}"\n' for name in _RUNTIME))
+        command = [*compiler, *_RUNTIME_FLAGS, "-I", str(FOLDER), "-c", "all.cpp", "-o", "runtime.o"]
+        return _run(command, folder, "runtime.o")
 
     return _made(f"{key}.o", make)
 

@@ -32,7 +32,9 @@ struct SourceLine {
     const char* file;
     int line;
 };
-#define WHERE , SourceLine where = SourceLine{__builtin_FILE(), __builtin_LINE()}
+inline SourceLine line_of_call(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+#define CALLED_FROM SourceLine where = line_of_call()
+#define WHERE , CALLED_FROM
 #define HERE , where
 
 namespace simulator {
@@ -63,7 +65,6 @@ void end_exchange();
 #define blockDim simulator::block_size
 #define gridDim simulator::grid_size
 #define SHARED_MEMORY(name) unsigned char* const name = simulator::shared_memory
-#define CALLED_FROM SourceLine where = SourceLine{__builtin_FILE(), __builtin_LINE()}
 
 inline void __syncthreads(CALLED_FROM) { simulator::barrier(0, 0, true, where); }
 inline void __syncwarp(unsigned lanes = ~0u, CALLED_FROM) { simulator::warp_barrier(lanes, where); }

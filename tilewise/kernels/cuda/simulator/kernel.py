@@ -62,7 +62,7 @@ def _forward(
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
         return Partial(out, lse)
-    text = source(rung, made, shape, tile, marshal.sinks_type(spec), simulator.device_header())
+    text = source(rung, made, shape, tile, marshal.sinks_type(spec), simulator.headers())
     kept = {name: _walkable(x) for name, x in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
     sinks = None if spec.sinks is None else _walkable(arrays.as_numpy(spec.sinks))
     loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in made.slots]

@@ -12,7 +12,7 @@ namespace simulator {
 
 constexpr size_t STACK = 128 << 10;
 constexpr size_t SHARED_ROOM = 256 << 10;
-constexpr uint64_t MOST_TURNS = 200'000'000;  // of a block: a thread that spins forever is found by this
+constexpr uint64_t MOST_TURNS = 20'000'000;  // of a block: a thread that spins forever is found by this
 
 Fiber* current;
 Thread* running;
@@ -102,6 +102,7 @@ static void report_deadlock() {
         report += "\n  " + place(wait.where) + ": thread" + (same.size() > 1 ? "s " : " ") + numbers_of(same) +
                   (same.size() > 1 ? " wait for " : " waits for ") + wait.what;
         if (wait.number >= 0) report += " " + std::to_string(wait.number);
+        if (wait.detail) report += " (" + wait.detail() + ")";
     }
     failed = true;
 }
@@ -114,9 +115,10 @@ static void turn_over() {
     change(self->context, scheduler);
 }
 
-void wait_until(std::function<bool()> is_over, SourceLine where, const char* what, int number) {
+void wait_until(std::function<bool()> is_over, SourceLine where, const char* what, int number,
+                std::function<std::string()> detail) {
     if (is_over()) return;
-    current->wait = {std::move(is_over), where, what, number};
+    current->wait = {std::move(is_over), where, what, number, std::move(detail)};
     current->waits = true;
     turn_over();
 }
@@ -323,7 +325,10 @@ static void run_block(char* stacks) {
         bool any = false;
         for (size_t i : order) {
             any |= take_turn(fibers[i]);
-            if (launch.order == 2 && !pending.empty() && random_number() % 64 == 0) do_some_later_work();
+            if (launch.order == 2 && !pending.empty() && random_number() % 64 == 0) {
+                do_some_later_work();
+                any = true;
+            }
         }
         if ((turns += n) > MOST_TURNS) fail(nowhere(), "a thread spins forever");
         if (any) continue;

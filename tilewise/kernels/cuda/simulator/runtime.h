@@ -29,6 +29,7 @@ struct Wait {  // what a thread waits for
     SourceLine where{};
     const char* what = "";
     int number = -1;  // of what it waits for, if it has one
+    std::function<std::string()> detail;  // for a report of deadlock
 };
 
 struct Fiber : Thread {
@@ -65,7 +66,13 @@ extern unsigned block_generation;  // how often all threads of the block have me
 uint64_t random_number();
 SourceLine nowhere();
 [[noreturn]] void fail(SourceLine where, const std::string& message);
-void wait_until(std::function<bool()> is_over, SourceLine where, const char* what, int number);
+void wait_until(std::function<bool()> is_over, SourceLine where, const char* what, int number,
+                std::function<std::string()> detail = {});
+
+// -- warps ------------------------------------------------------------------------------------------------------------
+void warp_barrier(unsigned lanes, SourceLine where);
+void* shuffle_slot(int lane);  // 8 bytes of a lane, for the exchange under way
+void end_exchange();
 
 // -- work that is done later ------------------------------------------------------------------------------------------
 // Copies of the copy engine land late and in any order. Whoever needs them must wait for them, or reads what is not there.

@@ -1,0 +1,172 @@
+"""The simulator runs sound kernels right in every order of threads, and tells mistakes by what, where and who."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.cuda import pipelines
+from tests.cuda.test_ops import needs_compiler
+from tilewise.cases import Case
+from tilewise.contract import ContractError, check_forward
+from tilewise.kernels.cuda import simulator, source
+from tilewise.kernels.cuda.simulator import Order, SimulationError
+from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
+
+pytestmark = needs_compiler
+
+SOUND = 0.01  # a few roundings of bfloat16
+
+
+# -- sound kernels ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", Order, ids=lambda order: order.name)
+@pytest.mark.parametrize("rung", ["naive", "tiled"])
+def test_the_order_of_threads_makes_no_difference(rung: str, order: Order) -> None:
+    case = Case("all at once", "ragged")
+    check_forward(CudaSimKernel(rung, order, seed=3), case)
+    call = case.inputs().call()
+    first, second = (
+        CudaSimKernel(rung, *how).forward(call.spec, call.q, call.k, call.v) for how in ((Order.FORWARD,), (order, 7))
+    )
+    assert np.array_equal(first.out, second.out)
+
+
+@pytest.mark.parametrize("order", Order, ids=lambda order: order.name)
+@pytest.mark.parametrize(("n_q", "n_k"), [(64, 64), (1, 1), (100, 150), (130, 260)])
+def test_a_pipeline_runs_right(order: Order, n_q: int, n_k: int) -> None:
+    for seed in (1, 2):
+        assert pipelines.run(pipelines.text(), n_q, n_k, order, seed) < SOUND
+
+
+# -- planted mistakes -------------------------------------------------------------------------------------------------
+
+WRONG = "a wrong result"  # nothing to report: the numbers show it, NaN where something was read too early
+
+# What is replaced, by what, and what must be told of it.
+PIPELINE_MISTAKES: dict[str, tuple[str, str, str]] = {
+    "no wait for k and v": ("hw::mbarrier_wait(full + 8 * stage, i / STAGES & 1);", "", f"{WRONG}|more often"),
+    "no wait for q": ("hw::mbarrier_wait(q_full, 0);", "", WRONG),
+    "no wait for an empty stage": (
+        "hw::mbarrier_wait(empty + 8 * stage, (i / STAGES & 1) ^ 1);", "", f"{WRONG}|more bytes|more often"),
+    "wrong parity of a full stage": ("i / STAGES & 1);", "(i / STAGES & 1) ^ 1);", f"{WRONG}|deadlock"),
+    "wrong parity of an empty stage": ("(i / STAGES & 1) ^ 1);", "i / STAGES & 1);", r"deadlock.*thread 128 waits for the mbarrier"),
+    "a parity of 2": ("hw::mbarrier_wait(q_full, 0);", "hw::mbarrier_wait(q_full, 2);", "a parity is 0 or 1"),
+    "too many bytes expected": ("full + 8 * stage, 2 * TILE_BYTES", "full + 8 * stage, 3 * TILE_BYTES", "deadlock"),
+    "too few bytes expected": (
+        "full + 8 * stage, 2 * TILE_BYTES", "full + 8 * stage, TILE_BYTES", "bytes more than were expected|more bytes|wrong"),
+    "one arrival too few": ("hw::mbarrier_init(empty + 8 * i, 4);", "hw::mbarrier_init(empty + 8 * i, 5);", "deadlock"),
+    "one arrival too many": (
+        "if (lane == 0) hw::mbarrier_arrive(empty", "if (lane < 2) hw::mbarrier_arrive(empty", f"more often|deadlock|{WRONG}"),
+    "a barrier never initialised": ("hw::mbarrier_init(q_full, 1);", "", "was never initialised"),
+    "a barrier not aligned": ("q_full = base + BARRIERS_AT", "q_full = base + BARRIERS_AT + 4", "not aligned to 8 bytes"),
+    "a barrier overwritten": ("hw::mbarrier_wait(q_full, 0);",
+        "*reinterpret_cast<int*>(aligned + BARRIERS_AT) = 0; hw::mbarrier_wait(q_full, 0);", "was overwritten"),
+    "no fence after initialisation": ("hw::fence_mbarrier_init();", "", "without fence.mbarrier_init"),
+    "no meeting after initialisation": ("__syncthreads();", "", "before the block has met|never initialised"),
+    "wrong stride of a descriptor": (
+        "k_at = swizzled_128(k + stage * TILE_BYTES, 1024, 16)", "k_at = swizzled_128(k + stage * TILE_BYTES, 512, 16)", WRONG),
+    "wrong step along the depth": ("q_at + 2, k_at + 2", "q_at + 1, k_at + 1", WRONG),
+    "a descriptor beyond shared memory": ("k_at = swizzled_128(k + stage * TILE_BYTES", "k_at = swizzled_128(k + 8 * TILE_BYTES", "outside shared memory"),
+    "a tile not aligned": ("+ 1023) & ~1023u", "+ 127) & ~127u", "must be aligned to 1024 bytes"),
+    "no fence before wgmma": ("        hw::wgmma_fence();\n        hw::wgmma<KEYS, false>", "        hw::wgmma<KEYS, false>", "wgmma.fence is missing"),
+    "no wait for wgmma": ("hw::wgmma_wait<0>();\n        // 4", "// 4", "written to before it was waited for"),
+    "no commit of wgmma": ("hw::wgmma_commit();\n        hw::wgmma_wait<0>();\n        // 4", "hw::wgmma_wait<0>();\n        // 4", f"written to before|{WRONG}"),
+    "no fence before the store": ("hw::fence_async();", "", "without fence.proxy.async"),
+    "no meeting before the store": ("hw::barrier_sync(1, 128);", "", "without fence.proxy.async|wrong"),
+    "no wait for the store": ("hw::tma_store_wait<0>();", "", "the block ends while this copy is under way"),
+    "a named barrier of half a warp": ("hw::barrier_sync(1, 128);", "hw::barrier_sync(1, 120);", "for whole warps"),
+    "a named barrier of too many": ("hw::barrier_sync(1, 128);", "hw::barrier_sync(1, 160);", "deadlock.*named barrier 1"),
+    "fewer registers taken than held": ("registers_take<248>", "registers_take<240>", "has 248 registers a thread"),
+    "a number of registers there is not": ("registers_give_back<24>", "registers_give_back<30>", "registers come in eights"),
+    "a copy of the wrong rank": ("hw::tma_load_3d(q, &params.q, q_full, 0, first_row, 0);",
+        "hw::tma_load_4d(q, &params.q, q_full, 0, first_row, 0, 0);", "4 dimensions by a tensor map of 3"),
+    "an array's end": ("acc[i] = 0;", "acc[i + 1] = 0;", "index 32 is outside the array"),
+    "off by one tile": ("tiles = (params.keys + KEYS - 1) / KEYS;", "tiles = params.keys / KEYS;", WRONG),
+    "one tile too many": ("i * KEYS, 0);\n            }", "i * KEYS + KEYS, 0);\n            }", WRONG),
+}  # fmt: skip
+
+
+def _told(source: str, order: Order, seed: int) -> str:
+    try:
+        error = pipelines.run(source, order=order, seed=seed)
+    except SimulationError as report:
+        return str(report)
+    return "sound" if error < SOUND else WRONG
+
+
+@pytest.mark.parametrize("mistake", PIPELINE_MISTAKES)
+def test_a_mistake_in_a_pipeline_is_caught(mistake: str) -> None:
+    old, new, expected = PIPELINE_MISTAKES[mistake]
+    source = pipelines.text(old, new)
+    told = {_told(source, order, seed) for order in Order for seed in (1, 2, 3)}
+    caught = [text for text in told if re.search(expected, text, re.DOTALL)]
+    assert caught, told
+    for report in told - {"sound", WRONG}:  # whoever is told, is told where
+        assert re.search(r"block \d+", report)
+        assert re.search(r"threads? \d+", report)
+
+
+# In tiled.cu, or a header of it: what is replaced, by what, and what must be told.
+TILED_MISTAKES: dict[str, tuple[str, str, str]] = {
+    "k read before all have loaded it": ("1.0f);\n                __syncthreads();\n#pragma unroll\n                for (int c", "1.0f);\n#pragma unroll\n                for (int c", r"tiled.cu:\d+: race: it (reads|overwrites) what"),
+    "k overwritten while others read it": ("__syncthreads();  // the slice before is no longer read", "", "race: it overwrites what another thread read"),
+    "a row too many": ("q.four(group + i * GROUPS,", "q.four(group + 1 + i * GROUPS,", "outside the tile"),
+    "a vector not aligned": ("kv.two(key + j, 2 * lane)", "kv.two(key + j, 2 * lane + (lane < 15))", "not aligned to 8 bytes"),
+    "too little shared memory": ("const PTile p(memory + QTile::BYTES + Slice::BYTES);", "const PTile p(memory + QTile::BYTES + 2 * Slice::BYTES);", "outside shared memory"),
+    "a plain pointer beyond shared memory": ("SHARED_MEMORY(memory);", "SHARED_MEMORY(memory); memory[SHARED_BYTES + 16 * threadIdx.x] = 1;", r"tiled.cu:\d+: outside shared memory, 0 bytes after its end"),
+    "registers beyond an array": ("row_sum[i] = 0;", "row_sum[i + 1] = 0;", r"tiled.cu:\d+: index 8 is outside the array"),
+    "a barrier that not all come to": ("                __syncthreads();\n                fill<THREADS>(kv, v", "                if (group) __syncthreads();\n                fill<THREADS>(kv, v", "different __syncthreads|race|deadlock"),
+    "lanes that have ended": ("const Finished done", "if (query >= sequence.n_q) return;\n        const Finished done", "should take part and has ended|different operations"),
+    "off by one key": ("column >= keys_left", "column > keys_left", WRONG),
+    "no rescale": ("row_sum[i] *= rescale;", "", WRONG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", TILED_MISTAKES)
+def test_a_mistake_in_tiled_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, expected = TILED_MISTAKES[mistake]
+    read = source._read
+
+    def with_mistake(folder: Path, name: str) -> str:
+        text = read(folder, name)
+        assert name != "tiled.cu" or text.count(old) == 1, f"tiled.cu no longer has: {old}"
+        return text.replace(old, new) if name == "tiled.cu" else text
+
+    monkeypatch.setattr(source, "_read", with_mistake)
+    told = set()
+    for order in Order:
+        try:
+            check_forward(CudaSimKernel("tiled", order), Case("full", "ragged"))
+        except SimulationError as report:
+            told.add(str(report))
+        except ContractError:
+            told.add(WRONG)
+    assert any(re.search(expected, text) for text in told), told
+
+
+def test_a_thread_that_spins_forever_is_found() -> None:
+    """Another thread would end it, but never has its turn: on a GPU that may work, and here it is told."""
+    text = pipelines.text(
+        "if (threadIdx.x == 0) {\n        hw::mbarrier_init",
+        "while (true) __syncwarp();\n    if (threadIdx.x == 0) {\n        hw::mbarrier_init",
+    )
+    with pytest.raises(SimulationError, match="spins forever"):
+        pipelines.run(text)
+
+
+def test_sources_that_do_not_compile_are_told() -> None:
+    with pytest.raises(RuntimeError, match=r"pipeline\.cu:\d+.*nothing_of_this_name"):
+        simulator.compile_source(
+            pipelines.text("const int warp = threadIdx.x / 32", "const int warp = nothing_of_this_name")
+        )
+
+
+def test_without_a_compiler_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "apt install g++" in (CudaSimKernel().unavailable() or "")

@@ -1,0 +1,92 @@
+// hopper.h for the simulator: the same names over hopper.cpp, which keeps account of what is asynchronous.
+#pragma once
+
+#include "operands.h"
+
+namespace simulator {
+uint32 shared_address(const void* at, SourceLine where);
+void mbarrier_init(uint32 bar, int arrivals, SourceLine where);
+void mbarrier_arrive(uint32 bar, SourceLine where);
+void mbarrier_expect(uint32 bar, int bytes, SourceLine where);
+void mbarrier_wait(uint32 bar, int parity, SourceLine where);
+void fence_mbarrier_init();
+void fence_async();
+void registers(int count, bool more, SourceLine where);
+void tma_load(uint32 to, const void* map, uint32 bar, int rank, const int* at, SourceLine where);
+void tma_store(const void* map, uint32 from, int rank, const int* at, SourceLine where);
+void tma_store_commit();
+void tma_store_wait(int groups, SourceLine where);
+void wgmma_fence(SourceLine where);
+void wgmma_commit(SourceLine where);
+void wgmma_wait(int groups, SourceLine where);
+struct Product {
+    int columns;
+    bool add, a_transposed, b_transposed, bfloat;
+    uint64 a, b;
+    const uint32* registers;  // of a, if it comes from there
+};
+void wgmma(float* d, const Product& product, SourceLine where);
+void load_matrices(uint32* to, uint32 row, SourceLine where);
+}  // namespace simulator
+
+namespace hw {
+inline uint32 shared_address(const void* at, CALLED_FROM) { return simulator::shared_address(at, where); }
+inline void barrier_sync(int id, int threads, CALLED_FROM) { simulator::barrier(id, threads, true, where); }
+inline void barrier_arrive(int id, int threads, CALLED_FROM) { simulator::barrier(id, threads, false, where); }
+inline void mbarrier_init(uint32 bar, int arrivals, CALLED_FROM) { simulator::mbarrier_init(bar, arrivals, where); }
+inline void mbarrier_arrive(uint32 bar, CALLED_FROM) { simulator::mbarrier_arrive(bar, where); }
+inline void mbarrier_arrive_expect(uint32 bar, int bytes, CALLED_FROM) {
+    simulator::mbarrier_expect(bar, bytes, where);
+    simulator::mbarrier_arrive(bar, where);
+}
+inline void mbarrier_wait(uint32 bar, int parity, CALLED_FROM) { simulator::mbarrier_wait(bar, parity, where); }
+inline void fence_mbarrier_init() { simulator::fence_mbarrier_init(); }
+inline void fence_async() { simulator::fence_async(); }
+template <int N> void registers_give_back(CALLED_FROM) { simulator::registers(N, false, where); }
+template <int N> void registers_take(CALLED_FROM) { simulator::registers(N, true, where); }
+
+inline void tma_prefetch(const TensorMap*) {}
+inline void tma_load_3d(uint32 to, const TensorMap* map, uint32 bar, int x, int y, int z, CALLED_FROM) {
+    const int at[] = {x, y, z};
+    simulator::tma_load(to, map, bar, 3, at, where);
+}
+inline void tma_load_4d(uint32 to, const TensorMap* map, uint32 bar, int x, int y, int z, int w, CALLED_FROM) {
+    const int at[] = {x, y, z, w};
+    simulator::tma_load(to, map, bar, 4, at, where);
+}
+inline void tma_store_3d(const TensorMap* map, uint32 from, int x, int y, int z, CALLED_FROM) {
+    const int at[] = {x, y, z};
+    simulator::tma_store(map, from, 3, at, where);
+}
+inline void tma_store_4d(const TensorMap* map, uint32 from, int x, int y, int z, int w, CALLED_FROM) {
+    const int at[] = {x, y, z, w};
+    simulator::tma_store(map, from, 4, at, where);
+}
+inline void tma_store_commit() { simulator::tma_store_commit(); }
+template <int N> void tma_store_wait(CALLED_FROM) { simulator::tma_store_wait(N, where); }
+
+inline void wgmma_fence(CALLED_FROM) { simulator::wgmma_fence(where); }
+inline void wgmma_commit(CALLED_FROM) { simulator::wgmma_commit(where); }
+template <int N> void wgmma_wait(CALLED_FROM) { simulator::wgmma_wait(N, where); }
+template <class T, int N> void pin(T (&)[N]) {}
+inline void load_matrices(uint32 (&to)[4], uint32 row, CALLED_FROM) { simulator::load_matrices(to, row, where); }
+inline float exp2_approximate(float x) { return exp2f(x); }
+
+template <class T> struct IsBFloat {
+    static constexpr bool value = false;
+};
+template <> struct IsBFloat<BFloat> {
+    static constexpr bool value = true;
+};
+constexpr bool BFLOAT = IsBFloat<Element>::value;
+template <int N, bool ADD, bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
+void wgmma(float (&d)[N / 2], uint64 a, uint64 b, CALLED_FROM) {
+    static_assert(N % 8 == 0 && N <= 256, "a product has 8 to 256 columns, a multiple of 8");
+    simulator::wgmma(d, {N, ADD, A_TRANSPOSED, B_TRANSPOSED, BFLOAT, a, b, nullptr}, where);
+}
+template <int N, bool ADD, bool B_TRANSPOSED = false>
+void wgmma(float (&d)[N / 2], const uint32 (&a)[4], uint64 b, CALLED_FROM) {
+    static_assert(N % 8 == 0 && N <= 256, "a product has 8 to 256 columns, a multiple of 8");
+    simulator::wgmma(d, {N, ADD, false, B_TRANSPOSED, BFLOAT, 0, b, a}, where);
+}
+}  // namespace hw

@@ -1,0 +1,98 @@
+// What sm_90a has and C++ has no words for: barriers in shared memory, the copy engine (TMA), asynchronous products of
+// matrices (wgmma), registers that change hands. The simulator has its own version of this file, with the same names.
+#pragma once
+
+#include "operands.h"
+
+namespace hw {
+#define INLINE __device__ __forceinline__
+
+INLINE uint32 shared_address(const void* at) { return uint32(__cvta_generic_to_shared(at)); }
+
+// -- named barriers: 0 is __syncthreads's own -------------------------------------------------------------------------
+INLINE void barrier_sync(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+INLINE void barrier_arrive(int id, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// -- mbarriers: a phase is over when all have arrived and all expected bytes are there --------------------------------
+INLINE void mbarrier_init(uint32 bar, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+INLINE void mbarrier_arrive(uint32 bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+INLINE void mbarrier_arrive_expect(uint32 bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+INLINE void mbarrier_wait(uint32 bar, int parity) {  // until the phase of that parity is over
+    asm volatile(
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}" ::"r"(bar),
+        "r"(parity)
+        : "memory");
+}
+INLINE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// What threads wrote to shared memory becomes visible to the copy engine and to wgmma.
+INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// -- registers: a warpgroup gives some back, another takes more -------------------------------------------------------
+template <int N> INLINE void registers_give_back() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> INLINE void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+// -- the copy engine --------------------------------------------------------------------------------------------------
+INLINE void tma_prefetch(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+INLINE void tma_load_3d(uint32 to, const TensorMap* map, uint32 bar, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+INLINE void tma_load_4d(uint32 to, const TensorMap* map, uint32 bar, int x, int y, int z, int w) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
+        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
+        : "memory");
+}
+INLINE void tma_store_3d(const TensorMap* map, uint32 from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
+                 "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+INLINE void tma_store_4d(const TensorMap* map, uint32 from, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+INLINE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int N> INLINE void tma_store_wait() {  // until shared memory is read by all but the last N groups
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// -- products of matrices; the products themselves are in wgmma.h -----------------------------------------------------
+INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// The compiler may not move these registers' values across this place.
+template <class T, int N> INLINE void pin(T (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if constexpr (T(0.5) != T(0)) asm volatile("" : "+f"(values[i])::"memory");
+        else asm volatile("" : "+r"(values[i])::"memory");
+    }
+}
+
+// Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
+INLINE void load_matrices(uint32 (&to)[4], uint32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+INLINE float exp2_approximate(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#undef INLINE
+}  // namespace hw
