@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all lint format engine library wheel sanitize pictures clean
+.PHONY: help demo test test-all test-gpu lint format engine library wheel sanitize pictures clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
 	@echo "make test      lint, types and the quick test suite"
 	@echo "make test-all  the same with the long tests"
+	@echo "make test-gpu  what needs an NVIDIA GPU (pip install '.[cuda]' first)"
 	@echo "make format    apply ruff's formatting and fixes"
 	@echo "make engine    compile the native library again, what changed of it"
 	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
@@ -24,10 +25,14 @@ demo: $(VENV)/.package library
 	@$(ONE_THREAD) $(BIN)/tilewise demo
 
 test: lint library
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: lint library
-	$(PYTEST)
+	$(PYTEST) -m "not gpu"
+
+# One process: kernels are compiled once, and a GPU gains nothing from several callers.
+test-gpu: library
+	$(ONE_THREAD) $(BIN)/python -m pytest -m gpu
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

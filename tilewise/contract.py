@@ -6,7 +6,7 @@ It never comes from what a kernel happens to reach. The conformance suite, the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +16,7 @@ from tilewise import arrays, reference
 from tilewise.arrays import Array
 from tilewise.cases import Case
 from tilewise.dispatch import Kernel
+from tilewise.expr import Expr, Loaded, from_records, records
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.validate import Call
 
@@ -139,11 +140,11 @@ def check_results(expected: list[Expected], got: dict[str, Any]) -> dict[str, fl
     return {e.what: e.check(got.get(e.what)) for e in expected}
 
 
-def check_forward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
+def check_forward(kernel: Kernel, case: Case, tile: Tile | None = None, device: str = "cpu") -> float:
     """out and lse of one case are within the contract; returns the maximum error of out."""
-    call = case.inputs().call()
-    got = kernel.forward(call.spec, call.q, call.k, call.v, tile)
-    return _check_case(case, _forward_of(case), forward_results(got))["out"]
+    call = on_device(case.inputs().call(), device)
+    got = forward_results(kernel.forward(call.spec, call.q, call.k, call.v, tile))
+    return _check_case(case, _forward_of(case), {what: _on_host(x) for what, x in got.items()})["out"]
 
 
 def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
@@ -153,6 +154,35 @@ def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None) -> floa
     saved = kernel.forward(call.spec, call.q, call.k, call.v, tile)
     got = kernel.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse, tile)
     return max(_check_case(case, _backward_of(case), backward_results(got)).values())
+
+
+def on_device(call: Call, device: str) -> Call:
+    """The call with every array a PyTorch tensor on that device; on "cpu" as it is."""
+    if device == "cpu":
+        return call
+    moved: dict[int, Any] = {}
+
+    def move(x: Any) -> Any:  # one tensor for one array: kernels tell arrays by which object they are
+        return moved.setdefault(id(x), arrays.as_tensor(x).to(device))
+
+    def expression(expr: Expr | None) -> Expr | None:
+        if expr is None:
+            return None
+        new = [
+            (op, args, kind, replace(payload, array=move(payload.array)) if isinstance(payload, Loaded) else payload)
+            for op, args, kind, payload in records(expr)
+        ]
+        return from_records(new)
+
+    spec = replace(
+        call.spec, mask=expression(call.spec.mask), score=expression(call.spec.score),
+        sinks=None if call.spec.sinks is None else move(call.spec.sinks),
+    )  # fmt: skip
+    return replace(call, spec=spec, q=move(call.q), k=move(call.k), v=move(call.v))
+
+
+def _on_host(x: Any) -> Any:
+    return x.cpu() if arrays.is_torch(x) else x
 
 
 def _check_case(case: Case, expected: list[Expected], got: dict[str, Any]) -> dict[str, float]:

@@ -58,6 +58,7 @@ class System:
 SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
+    System("cuda", "tilewise.kernels.cuda", "CudaKernel", ("naive", "tiled")),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", ("naive", "tiled"), simulates=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.simulates)

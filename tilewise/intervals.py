@@ -166,21 +166,28 @@ def _const(value: bool | int | float) -> Interval:
 
 
 def _load(slot: Loaded, *index: Interval) -> Interval:
-    """The smallest and largest value the array has anywhere in the box that the indices span."""
+    """The smallest and largest value the array has anywhere in the box that the indices span.
+
+    An array on another device is not looked at, since that would wait for it: its values are unknown.
+    """
+    kind = arrays.value_kind(slot.array)
+    if arrays.device_name(slot.array) != "cpu":
+        return (np.asarray(False), np.asarray(True)) if kind == "bool" else (np.asarray(np.nan), np.asarray(np.nan))
     array = arrays.as_numpy(slot.array)
     if array.dtype == arrays.BFLOAT16:
         array = arrays.widen(array, np.float32)
     box = [_within(i, n) for i, n in zip(index, array.shape, strict=True)]
     lo, hi = _line(array, box[0]) if array.ndim == 1 else _box(array, box)
-    kind = arrays.value_kind(slot.array)
     if kind == "float":
         return _widen(_unless(np.isnan(lo) | np.isnan(hi), (lo, hi)), ARITHMETIC_ERROR)
     return (lo, hi) if kind == "bool" else (lo.astype(np.int64), hi.astype(np.int64))
 
 
 def _within(index: Interval, size: int) -> Interval:
-    """Bounds of an index, clamped as every op table clamps the index itself."""
-    lo, hi = np.broadcast_arrays(*(np.clip(np.asarray(i, np.int64), 0, size - 1) for i in index))
+    """Bounds of an index, clamped as every op table clamps the index itself; an unknown one may be any."""
+    ends = zip(index, (0, size - 1), strict=True)
+    known = [np.where(np.isnan(i), end, i).astype(np.int64) for i, end in ends]
+    lo, hi = np.broadcast_arrays(*(np.clip(i, 0, size - 1) for i in known))
     return lo, hi
 
 

@@ -293,7 +293,8 @@ def _lengths(name: str, lengths: Any) -> Any:
 
 
 def _cumulative(name: str, lengths: Any, rows: int, what: str) -> np.ndarray[Any, Any]:
-    values = arrays.as_numpy(lengths).astype(np.int64)
+    # Plans are made on the host, so lengths on a GPU are waited for.
+    values = arrays.as_numpy(lengths.cpu() if arrays.is_torch(lengths) else lengths).astype(np.int64)
     if values[0] != 0 or values[-1] != rows or np.any(np.diff(values) < 0):
         raise ValueError(
             f"{name}: expected cumulative lengths that rise from 0 to {rows} (the rows of {what}), "

@@ -14,7 +14,7 @@ import tilewise as tw
 from tests.conformance.paths import forced, paths
 from tilewise import dispatch
 from tilewise.cases import Case, conformance
-from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull
+from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device
 from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
 
@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 # The simulated kernels one by one: each is a text of its own.
-SYSTEMS = (*dispatch.NAMES, *dispatch.simulated_rungs())
+SYSTEMS = (*(name for name in dispatch.NAMES if name != "cuda"), *dispatch.simulated_rungs())
 
 # Case by case, so that what is expected of a case is computed once for all systems.
 RUNS = [
@@ -61,6 +61,29 @@ def _kernel(name: str, case: Case, backward: bool) -> Kernel | None:
     with pytest.raises(tw.Unsupported, match=name):
         dispatch.resolve(name, call.spec, shape)
     return None
+
+
+# A GPU's kernels are checked where they can run (`make test-gpu`); here it is checked that they say why they cannot.
+GPU_RUNGS = tuple(f"cuda/{rung}" for rung in ("naive", "tiled"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
+@pytest.mark.parametrize("name", GPU_RUNGS)
+def test_forward_on_a_gpu(name: str, case: Case) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU here")
+    kernel = dispatch.kernel(name)
+    assert kernel.unavailable() is None
+    call = on_device(case.inputs().call(), "cuda:0")
+    if kernel.unsupported(call.spec, call.shape) is not None:
+        with pytest.raises(tw.Unsupported, match=name):
+            dispatch.resolve(name, call.spec, call.shape)
+        return
+    for tile in (None, Tile(32, 48), Tile(61, 16)):
+        check_forward(kernel, case, tile, device="cuda:0")
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -93,6 +116,13 @@ def test_public_call_gives_the_kernels_bits(case: Case) -> None:
     assert np.array_equal(lse, call.restore(want.lse))
     assert out.shape == (*inputs.q.shape[:-1], inputs.v.shape[-1])
     assert lse.shape == inputs.q.shape[:-1]
+
+
+def test_a_gpu_system_says_why_it_cannot() -> None:
+    call = Case("causal", "square").inputs().call()
+    for name in ("cuda", *GPU_RUNGS):
+        with pytest.raises(tw.Unsupported, match=f"kernel '{name}' cannot compute this call: "):
+            dispatch.resolve(name, call.spec, call.shape)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

@@ -52,42 +52,69 @@ PIPELINE_MISTAKES: dict[str, tuple[str, str, str]] = {
     "no wait for k and v": ("hw::mbarrier_wait(full + 8 * stage, i / STAGES & 1);", "", f"{WRONG}|more often"),
     "no wait for q": ("hw::mbarrier_wait(q_full, 0);", "", WRONG),
     "no wait for an empty stage": (
-        "hw::mbarrier_wait(empty + 8 * stage, (i / STAGES & 1) ^ 1);", "", f"{WRONG}|more bytes|more often"),
+        "hw::mbarrier_wait(empty + 8 * stage, (i / STAGES & 1) ^ 1);", "", f"{WRONG}|more bytes|more often",
+    ),
     "wrong parity of a full stage": ("i / STAGES & 1);", "(i / STAGES & 1) ^ 1);", f"{WRONG}|deadlock"),
-    "wrong parity of an empty stage": ("(i / STAGES & 1) ^ 1);", "i / STAGES & 1);", r"deadlock.*thread 128 waits for the mbarrier"),
+    "wrong parity of an empty stage": (
+        "(i / STAGES & 1) ^ 1);", "i / STAGES & 1);",
+        r"deadlock.*thread 128 waits for the mbarrier at byte \d+ \(phase 0: 4 of 4 arrivals and 0 bytes to come\)",
+    ),
     "a parity of 2": ("hw::mbarrier_wait(q_full, 0);", "hw::mbarrier_wait(q_full, 2);", "a parity is 0 or 1"),
-    "too many bytes expected": ("full + 8 * stage, 2 * TILE_BYTES", "full + 8 * stage, 3 * TILE_BYTES", "deadlock"),
+    "too many bytes expected": (
+        "full + 8 * stage, 2 * TILE_BYTES", "full + 8 * stage, 3 * TILE_BYTES", "deadlock.* 8192 bytes to come",
+    ),
     "too few bytes expected": (
-        "full + 8 * stage, 2 * TILE_BYTES", "full + 8 * stage, TILE_BYTES", "bytes more than were expected|more bytes|wrong"),
-    "one arrival too few": ("hw::mbarrier_init(empty + 8 * i, 4);", "hw::mbarrier_init(empty + 8 * i, 5);", "deadlock"),
+        "full + 8 * stage, 2 * TILE_BYTES", "full + 8 * stage, TILE_BYTES", "bytes more than were expected|more often",
+    ),
+    "one arrival too few": (
+        "hw::mbarrier_init(empty + 8 * i, 4);", "hw::mbarrier_init(empty + 8 * i, 5);", "deadlock.*1 of 5 arrivals",
+    ),
     "one arrival too many": (
-        "if (lane == 0) hw::mbarrier_arrive(empty", "if (lane < 2) hw::mbarrier_arrive(empty", f"more often|deadlock|{WRONG}"),
+        "if (lane == 0) hw::mbarrier_arrive(empty", "if (lane < 2) hw::mbarrier_arrive(empty",
+        f"more often|deadlock|{WRONG}",
+    ),
     "a barrier never initialised": ("hw::mbarrier_init(q_full, 1);", "", "was never initialised"),
-    "a barrier not aligned": ("q_full = base + BARRIERS_AT", "q_full = base + BARRIERS_AT + 4", "not aligned to 8 bytes"),
-    "a barrier overwritten": ("hw::mbarrier_wait(q_full, 0);",
-        "*reinterpret_cast<int*>(aligned + BARRIERS_AT) = 0; hw::mbarrier_wait(q_full, 0);", "was overwritten"),
+    "a barrier not aligned": (
+        "q_full = base + BARRIERS_AT", "q_full = base + BARRIERS_AT + 4", "not aligned to 8 bytes",
+    ),
+    "a barrier overwritten": (
+        "hw::mbarrier_wait(q_full, 0);",
+        "*reinterpret_cast<int*>(aligned + BARRIERS_AT) = 0; hw::mbarrier_wait(q_full, 0);", "was overwritten",
+    ),
     "no fence after initialisation": ("hw::fence_mbarrier_init();", "", "without fence.mbarrier_init"),
     "no meeting after initialisation": ("__syncthreads();", "", "before the block has met|never initialised"),
-    "wrong stride of a descriptor": (
-        "k_at = swizzled_128(k + stage * TILE_BYTES, 1024, 16)", "k_at = swizzled_128(k + stage * TILE_BYTES, 512, 16)", WRONG),
+    "wrong stride of a descriptor": ("TILE_BYTES, 1024, 16);\n        hw", "TILE_BYTES, 512, 16);\n        hw", WRONG),
     "wrong step along the depth": ("q_at + 2, k_at + 2", "q_at + 1, k_at + 1", WRONG),
-    "a descriptor beyond shared memory": ("k_at = swizzled_128(k + stage * TILE_BYTES", "k_at = swizzled_128(k + 8 * TILE_BYTES", "outside shared memory"),
+    "a descriptor beyond shared memory": (
+        "k_at = swizzled_128(k + stage", "k_at = swizzled_128(k + 8", "outside shared memory",
+    ),
     "a tile not aligned": ("+ 1023) & ~1023u", "+ 127) & ~127u", "must be aligned to 1024 bytes"),
-    "no fence before wgmma": ("        hw::wgmma_fence();\n        hw::wgmma<KEYS, false>", "        hw::wgmma<KEYS, false>", "wgmma.fence is missing"),
+    "no fence before wgmma": (
+        "hw::wgmma_fence();\n        hw::wgmma<KEYS, false>", "hw::wgmma<KEYS, false>", "wgmma.fence is missing",
+    ),
     "no wait for wgmma": ("hw::wgmma_wait<0>();\n        // 4", "// 4", "written to before it was waited for"),
-    "no commit of wgmma": ("hw::wgmma_commit();\n        hw::wgmma_wait<0>();\n        // 4", "hw::wgmma_wait<0>();\n        // 4", f"written to before|{WRONG}"),
+    "no commit of wgmma": (
+        "hw::wgmma_commit();\n        hw::wgmma_wait<0>();\n        // 4", "hw::wgmma_wait<0>();\n        // 4",
+        f"written to before|{WRONG}",
+    ),
     "no fence before the store": ("hw::fence_async();", "", "without fence.proxy.async"),
-    "no meeting before the store": ("hw::barrier_sync(1, 128);", "", "without fence.proxy.async|wrong"),
+    "no meeting before the store": ("hw::barrier_sync(1, 128);", "", f"without fence.proxy.async|{WRONG}"),
     "no wait for the store": ("hw::tma_store_wait<0>();", "", "the block ends while this copy is under way"),
     "a named barrier of half a warp": ("hw::barrier_sync(1, 128);", "hw::barrier_sync(1, 120);", "for whole warps"),
-    "a named barrier of too many": ("hw::barrier_sync(1, 128);", "hw::barrier_sync(1, 160);", "deadlock.*named barrier 1"),
+    "a named barrier of too many": (
+        "hw::barrier_sync(1, 128);", "hw::barrier_sync(1, 160);", "deadlock.*threads 0-127 wait for named barrier 1",
+    ),
     "fewer registers taken than held": ("registers_take<248>", "registers_take<240>", "has 248 registers a thread"),
-    "a number of registers there is not": ("registers_give_back<24>", "registers_give_back<30>", "registers come in eights"),
-    "a copy of the wrong rank": ("hw::tma_load_3d(q, &params.q, q_full, 0, first_row, 0);",
-        "hw::tma_load_4d(q, &params.q, q_full, 0, first_row, 0, 0);", "4 dimensions by a tensor map of 3"),
+    "a number of registers there is not": (
+        "registers_give_back<24>", "registers_give_back<30>", "registers come in eights",
+    ),
+    "a copy of the wrong rank": (
+        "hw::tma_load_3d(q, &params.q, q_full, 0, first_row, 0);",
+        "hw::tma_load_4d(q, &params.q, q_full, 0, first_row, 0, 0);", "4 dimensions by a tensor map of 3",
+    ),
     "an array's end": ("acc[i] = 0;", "acc[i + 1] = 0;", "index 32 is outside the array"),
     "off by one tile": ("tiles = (params.keys + KEYS - 1) / KEYS;", "tiles = params.keys / KEYS;", WRONG),
-    "one tile too many": ("i * KEYS, 0);\n            }", "i * KEYS + KEYS, 0);\n            }", WRONG),
+    "the next tile of v": ("i * KEYS, 0);\n            }", "i * KEYS + KEYS, 0);\n            }", WRONG),
 }  # fmt: skip
 
 
@@ -113,15 +140,35 @@ def test_a_mistake_in_a_pipeline_is_caught(mistake: str) -> None:
 
 # In tiled.cu, or a header of it: what is replaced, by what, and what must be told.
 TILED_MISTAKES: dict[str, tuple[str, str, str]] = {
-    "k read before all have loaded it": ("1.0f);\n                __syncthreads();\n#pragma unroll\n                for (int c", "1.0f);\n#pragma unroll\n                for (int c", r"tiled.cu:\d+: race: it (reads|overwrites) what"),
-    "k overwritten while others read it": ("__syncthreads();  // the slice before is no longer read", "", "race: it overwrites what another thread read"),
+    "k read before all have loaded it": (
+        "__syncthreads();\n#pragma unroll\n                for (int c", "#pragma unroll\n                for (int c",
+        r"tiled.cu:\d+: race: it (reads|overwrites) what",
+    ),
+    "k overwritten while others read it": (
+        "__syncthreads();  // the slice before is no longer read", "", "race: it overwrites what another thread read",
+    ),
     "a row too many": ("q.four(group + i * GROUPS,", "q.four(group + 1 + i * GROUPS,", "outside the tile"),
-    "a vector not aligned": ("kv.two(key + j, 2 * lane)", "kv.two(key + j, 2 * lane + (lane < 15))", "not aligned to 8 bytes"),
-    "too little shared memory": ("const PTile p(memory + QTile::BYTES + Slice::BYTES);", "const PTile p(memory + QTile::BYTES + 2 * Slice::BYTES);", "outside shared memory"),
-    "a plain pointer beyond shared memory": ("SHARED_MEMORY(memory);", "SHARED_MEMORY(memory); memory[SHARED_BYTES + 16 * threadIdx.x] = 1;", r"tiled.cu:\d+: outside shared memory, 0 bytes after its end"),
-    "registers beyond an array": ("row_sum[i] = 0;", "row_sum[i + 1] = 0;", r"tiled.cu:\d+: index 8 is outside the array"),
-    "a barrier that not all come to": ("                __syncthreads();\n                fill<THREADS>(kv, v", "                if (group) __syncthreads();\n                fill<THREADS>(kv, v", "different __syncthreads|race|deadlock"),
-    "lanes that have ended": ("const Finished done", "if (query >= sequence.n_q) return;\n        const Finished done", "should take part and has ended|different operations"),
+    "a vector not aligned": (
+        "kv.two(key + j, 2 * lane)", "kv.two(key + j, 2 * lane + (lane < 15))", "not aligned to 8 bytes",
+    ),
+    "too little shared memory": (
+        "p(memory + QTile::BYTES + Slice::BYTES)", "p(memory + QTile::BYTES + 2 * Slice::BYTES)", "outside shared memory",
+    ),
+    "a plain pointer beyond shared memory": (
+        "SHARED_MEMORY(memory);", "SHARED_MEMORY(memory); memory[SHARED_BYTES + 16 * threadIdx.x] = 1;",
+        r"tiled.cu:\d+: outside shared memory, 0 bytes after its end",
+    ),
+    "registers beyond an array": (
+        "row_sum[i] = 0;", "row_sum[i + 1] = 0;", r"tiled.cu:\d+: index 8 is outside the array",
+    ),
+    "a barrier that not all come to": (
+        "__syncthreads();\n                fill<THREADS>(kv, v",
+        "if (group) __syncthreads();\n                fill<THREADS>(kv, v", "different __syncthreads|race|deadlock",
+    ),
+    "lanes that have ended": (
+        "const Finished done", "if (query >= sequence.n_q) return;\n        const Finished done",
+        "should take part and has ended|different operations",
+    ),
     "off by one key": ("column >= keys_left", "column > keys_left", WRONG),
     "no rescale": ("row_sum[i] *= rescale;", "", WRONG),
 }  # fmt: skip

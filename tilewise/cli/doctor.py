@@ -30,13 +30,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"tilewise {__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
     print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors\n")
     print("kernel systems, in the order `auto` tries them")
+    import_torch()  # which is asked for GPUs
     reasons = {name: dispatch.kernel(name).unavailable() for name in dispatch.NAMES}
     for name, reason in reasons.items():
-        mark, text = ("✓", dispatch.kernel(name).summary) if reason is None else ("✗", reason)
-        if name == "cpu" and reason is None:
-            text += f"\n{_engine()}"
-        text = text.replace("\n", "\n" + " " * 15)
-        print(f"  {mark} {name:10} {text}")
+        _tell(name, reason)
+    print("\nsimulators, taken only if named")
+    for name in dispatch.SIMULATORS:
+        _tell(name, dispatch.kernel(name).unavailable())
     print("\noptional packages")
     for package, use in (
         ("torch", "PyTorch tensors and autograd; the first peer of the benchmarks"),
@@ -45,6 +45,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {_package(package, use)}")
     print(f"\n{_gpu()}")
     return 0 if None in reasons.values() else 1
+
+
+def _tell(name: str, reason: str | None) -> None:
+    mark, text = ("✓", dispatch.kernel(name).summary) if reason is None else ("✗", reason)
+    if name == "cpu" and reason is None:
+        text += f"\n{_engine()}"
+    text = text.replace("\n", "\n" + " " * 15)
+    print(f"  {mark} {name:10} {text}")
 
 
 def _engine() -> str:

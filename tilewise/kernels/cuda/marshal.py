@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.kernels.cuda import structs
 from tilewise.schedule import plan
@@ -107,7 +106,3 @@ def params(
 def blocks(shape: Shape, made: Tables) -> int:
     """One for each query tile of each head."""
     return made.tiles * shape.heads * shape.batch
-
-
-def sinks_type(spec: Attention) -> str | None:
-    return None if spec.sinks is None else arrays.dtype_name(spec.sinks)

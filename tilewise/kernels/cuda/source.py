@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from tilewise import arrays
+from tilewise.expr import Loaded, loads
 from tilewise.kernels.cuda import structs
-from tilewise.kernels.cuda.ops import STORED, Variant
+from tilewise.kernels.cuda.ops import STORED, Variant, variant
 from tilewise.kernels.cuda.rungs import SOURCES, Rung
-from tilewise.spec import Shape, Tile
+from tilewise.sharing import Lock
+from tilewise.spec import Attention, Shape, Tile
+
+Headers = Mapping[str, str]
 
 ENTRY = "attention"  # the kernel's name in every source
 _INCLUDE = re.compile(r'#include "(.*)"')
@@ -26,18 +34,40 @@ class Source:
     shared_bytes: int
 
 
+def assembled(
+    rung: Rung, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None
+) -> tuple[Source, list[Loaded]]:
+    """The source of a call, made once for all calls of its kind; and the arrays it loads, in their order."""
+    exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
+    slots = loads(*exprs)
+    sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
+    number = {id(slot.array): i for i, slot in enumerate(slots)}
+    key = (
+        rung, shape.d, shape.d_v, shape.dtype, tile, sinks, headers is None,
+        *(None if e is None else (e.key, *(number[id(x.array)] for x in loads(e))) for e in (spec.score, spec.mask)),
+    )  # fmt: skip
+    with _lock:
+        found = _sources.pop(key, None)
+        if found is None:
+            found = source(rung, variant(spec.mask, spec.score), shape, tile, sinks, headers)
+        _sources[key] = found
+        if len(_sources) > _MOST_SOURCES:
+            _sources.popitem(last=False)
+    return found, slots
+
+
+_sources: OrderedDict[tuple[Any, ...], Source] = OrderedDict()
+_lock = Lock()
+_MOST_SOURCES = 512
+
+
 def source(
-    rung: Rung,
-    variant: Variant,
-    shape: Shape,
-    tile: Tile,
-    sinks: str | None = None,
-    headers: dict[str, str] | None = None,
+    rung: Rung, made: Variant, shape: Shape, tile: Tile, sinks: str | None = None, headers: Headers | None = None
 ) -> Source:
-    """The source of one kernel. `sinks` is the type of the sinks, if there are any; `headers` replace files of those names."""
+    """The source of one kernel. `sinks`: their type, if there are any; `headers` replace files of those names."""
     constants = {
         "D": shape.d, "D_V": shape.d_v, "TILE_Q": tile.q, "TILE_K": tile.k,
-        "MAX_RANK": structs.MAX_RANK, "N_ARRAYS": len(variant.slots), **rung.constants(tile, shape.d, shape.d_v),
+        "MAX_RANK": structs.MAX_RANK, "N_ARRAYS": len(made.slots), **rung.constants(tile, shape.d, shape.d_v),
     }  # fmt: skip
     config = "\n".join([
         "struct Half;", "struct BFloat;",
@@ -45,13 +75,11 @@ def source(
         f"constexpr bool HAS_SINKS = {'false' if sinks is None else 'true'};",
         f"typedef {STORED[shape.dtype]} Element;", f"typedef {STORED[sinks or 'float32']} Sink;", "",
     ])  # fmt: skip
-    given = {"config.h": config, "variant.h": variant.text, **(headers or {})}
-    return Source(
-        spliced(f"{rung.name}.cu", given, rung.folder), rung.name, rung.threads(tile), constants["SHARED_BYTES"]
-    )
+    text = spliced(f"{rung.name}.cu", {"config.h": config, "variant.h": made.text, **(headers or {})}, rung.folder)
+    return Source(text, rung.name, rung.threads(tile), constants["SHARED_BYTES"])
 
 
-def spliced(name: str, given: dict[str, str], folder: Path = SOURCES) -> str:
+def spliced(name: str, given: Headers, folder: Path = SOURCES) -> str:
     """The file with each header in place of its #include, once; compilers tell lines by the files' own names."""
     seen: set[str] = set()
 

@@ -23,7 +23,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tilewise.kernels.cuda import cache as store
+from tilewise.kernels.cuda import disk
 from tilewise.kernels.cuda.source import ENTRY
 
 FOLDER = Path(__file__).parent
@@ -34,8 +34,8 @@ _HEADERS = ("runtime.h", "fiber.h")
 _RUNTIME_FLAGS = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
 # Line tables, for faults; the compiler's checks of alignment and of arrays' bounds, which call runtime.cpp.
 _KERNEL_FLAGS = [
-    "-x", "c++", "-O1", "-g1", "-gdwarf-4", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-math-errno",
-    "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all", "-Wno-unknown-pragmas", "-w",
+    "-x", "c++", "-O1", "-g1", "-gdwarf-4", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
+    "-fno-math-errno", "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all", "-Wno-unknown-pragmas", "-w",
 ]  # fmt: skip
 # What the simulator calls: the kernel, with its one parameter taken by value.
 _WRAPPER = f"""
@@ -178,7 +178,7 @@ def _key(*parts: Any) -> str:
 
 
 def _made(name: str, make: Any) -> Path:
-    files = store.user_cache("simulator")
+    files = disk.user_cache("simulator")
     found = files.path(name)
     if found is None:
         with tempfile.TemporaryDirectory() as folder:

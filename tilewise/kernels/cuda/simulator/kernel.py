@@ -12,10 +12,9 @@ from tilewise.arrays import Array
 from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, support
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.ops import variant
 from tilewise.kernels.cuda.rungs import RUNGS, Rung
 from tilewise.kernels.cuda.simulator import Order
-from tilewise.kernels.cuda.source import source
+from tilewise.kernels.cuda.source import assembled
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
@@ -57,15 +56,14 @@ def _forward(
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], np.float32)
-    made = variant(spec.mask, spec.score)
     tables = marshal.tables(spec, shape, tile, rung.planned)
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
         return Partial(out, lse)
-    text = source(rung, made, shape, tile, marshal.sinks_type(spec), simulator.headers())
+    text, slots = assembled(rung, spec, shape, tile, simulator.headers())
     kept = {name: _walkable(x) for name, x in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
     sinks = None if spec.sinks is None else _walkable(arrays.as_numpy(spec.sinks))
-    loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in made.slots]
+    loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
     params = marshal.params(
         spec, shape, tables, int(tables.numbers.ctypes.data), {name: View.of_numpy(x) for name, x in kept.items()},
         None if sinks is None else View.of_numpy(sinks), [View.of_numpy(x) for x in loaded],

@@ -1,0 +1,222 @@
+"""Sources as they are assembled, what Python and C++ must agree on, and the texts that only a GPU's compiler reads."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tests.cuda import pipelines
+from tests.cuda.test_ops import needs_compiler
+from tilewise.cases import Case, conformance
+from tilewise.expr import H, Q, S, load
+from tilewise.kernels.cuda import launcher, marshal, simulator, structs, wgmma
+from tilewise.kernels.cuda.ops import variant
+from tilewise.kernels.cuda.rungs import RUNGS, SOURCES
+from tilewise.kernels.cuda.source import assembled, source, spliced
+from tilewise.kernels.cuda.support import unsupported
+from tilewise.kernels.cuda.tensor_map import SimulatedMap, TensorMap
+from tilewise.spec import Attention, Shape, Tile
+
+SHAPE = Shape(1, 4, 2, 100, 100, 64, 64, dtype="float16")
+LABELS = ("1 load q", "2 s = q @ k.T", "3 score", "4 mask", "5 row_max, rescale, p, row_sum", "6 acc = ", "7 finish")
+
+
+# -- assembling -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_every_kernel_has_the_steps_in_order(rung: str) -> None:
+    text = (SOURCES / f"{rung}.cu").read_text()
+    found = [text.index(f"// {label}") for label in LABELS]
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize("rung", RUNGS)
+def test_a_source_is_whole(rung: str) -> None:
+    """Nothing is left to include, and each header is there once."""
+    text = source(RUNGS[rung], variant(tw.causal(), None), SHAPE, Tile(64, 64)).text
+    assert "#include" not in text
+    assert text.count("struct Params {") == text.count("struct Finished {") == 1
+    assert "typedef Half Element;" in text
+
+
+def test_lines_are_those_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "kernel.cu").write_text('int a;\n#include "one.h"\nint b;\n#include "one.h"\nint c;\n')
+    text = spliced("kernel.cu", {"one.h": "#pragma once\nint one;\n"}, tmp_path)
+    places = {}
+    for line in text.splitlines():
+        if told := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            number, file = int(told[1]), told[2]
+        else:
+            places[line] = f"{file}:{number}"
+            number += 1
+    assert {name: places[f"int {name};"] for name in ("a", "one", "b", "c")} == {
+        "a": "kernel.cu:1", "one": "one.h:2", "b": "kernel.cu:3", "c": "kernel.cu:5",
+    }  # fmt: skip
+
+
+def test_calls_of_a_kind_share_a_source() -> None:
+    def made(score: Any, mask: Any = None, **sizes: int) -> str:
+        shape = Shape(**{**SHAPE.__dict__, "total_q": -1, "total_k": -1, **sizes})
+        return assembled(RUNGS["tiled"], Attention(1.0, mask, score), shape, Tile(64, 64))[0].text
+
+    a, b = np.zeros(4, np.float32), np.ones(4, np.float32)
+    assert made(S + load(a, H)) is made(S + load(b, H), n_q=7, batch=9)
+    assert made(S + load(a, H)) != made(S + load(a, H), d=32)
+    assert made(S + load(a, H)) != made(S + load(a.astype(np.float16), H))
+    # One array in both places, or two: the slots are not the same.
+    assert made(S + load(a, H), load(a, H) > 0) != made(S + load(a, H), load(b, H) > 0)
+
+
+# -- agreeing ---------------------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+def test_structures_are_the_same_in_python_and_in_cpp() -> None:
+    """Sizes and places of every field, as the C++ compiler has them."""
+    fields = [name for name, _ in structs.params_type(2)._fields_]
+    measured = ", ".join(f"int(__builtin_offsetof(Params, {name}))" for name in fields)
+    text = spliced(
+        "probe.cu",
+        {
+            **simulator.headers(),
+            "config.h": "constexpr int MAX_RANK = 8, N_ARRAYS = 2, TILE_Q = 1;",
+            "probe.cu": f"""#include "device.h"
+#include "config.h"
+#include "params.h"
+extern "C" void attention(int* const to) {{
+    const int found[] = {{int(sizeof(Params)), int(sizeof(Sequence)), int(sizeof(Run)), {measured}}};
+    for (int i = 0; i < int(sizeof found / 4); i++) to[i] = found[i];
+}}
+""",
+        },
+    )
+    found = np.zeros(3 + len(fields), np.int32)
+    pointer = type("Pointer", (ctypes.Structure,), {"_fields_": [("to", ctypes.c_void_p)]})(found.ctypes.data)
+    simulator.compile_source(text).launch(pointer, grid=1, threads=1)
+    made = structs.params_type(2)
+    assert found[:3].tolist() == [ctypes.sizeof(made), 4 * len(structs.SEQUENCE_FIELDS), 12]
+    assert found[3:].tolist() == [getattr(made, name).offset for name in fields]
+    declared = re.search(r"struct Sequence \{(.*?)\};", (SOURCES / "params.h").read_text(), re.DOTALL)
+    assert declared is not None
+    names = re.findall(r"\w+(?=[,;])", re.sub(r"//.*", "", declared[1]))
+    assert tuple(names) == structs.SEQUENCE_FIELDS
+
+
+def test_parameters_fit_every_driver() -> None:
+    assert ctypes.sizeof(structs.params_type(structs.MAX_ARRAYS)) <= 4096
+    many = [load(np.zeros(4, np.float32), H) for _ in range(structs.MAX_ARRAYS + 1)]
+    told = unsupported(Attention(1.0, score=sum(many, S)), SHAPE)
+    assert told is not None
+    assert "25 arrays" in told
+
+
+@pytest.mark.parametrize("d", [1, 64, 128, 200, 256, 512])
+def test_shared_memory_fits_every_gpu(d: int) -> None:
+    """64 KiB is what the least of them (Turing) gives a block."""
+    rung = RUNGS["tiled"]
+    assert rung.constants(rung.default_tile(d, d), d, d)["SHARED_BYTES"] <= 64 << 10
+
+
+def test_tables_of_packed_sequences() -> None:
+    call = Case("causal", "packed").inputs().call()
+    made = marshal.tables(call.spec, call.shape, Tile(16, 16))
+    rows = made.numbers[: made.offsets_at].reshape(made.n_sequences, -1)
+    named = [dict(zip(structs.SEQUENCE_FIELDS, row, strict=True)) for row in rows.tolist()]
+    assert [row["n_q"] for row in named] == [40, 0, 65, 1]
+    assert [row["first_tile"] for row in named] == [0, 3, 3, 8]
+    assert [row["q_begin"] for row in named] == [0, 40, 40, 105]
+    assert made.tiles == 9
+    offsets = made.numbers[made.offsets_at : made.runs_at]
+    assert 3 * offsets.max() == len(made.numbers) - made.runs_at
+
+
+# -- what only a GPU's compiler reads ---------------------------------------------------------------------------------
+
+
+def test_architectures() -> None:
+    assert launcher.architecture((9, 0)) == "sm_90a"
+    assert launcher.architecture((8, 6)) == "sm_86"
+
+
+def test_products_are_written_for_the_shapes_asked_for() -> None:
+    text = wgmma.header("bfloat16", [64, 128])
+    assert set(re.findall(r"m64n(\d+)k16\.f32\.bf16\.bf16", text)) == {"64", "128"}
+    assert len(re.findall("template <>", text)) == 2 * (8 + 4)
+
+
+nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+
+
+def _compiles(text: str, arch: str, folder: Path) -> None:
+    (folder / "kernel.cu").write_text(text)
+    command = ["nvcc", "-std=c++17", f"-arch={arch}", "-cubin", "-o", "kernel.cubin", "kernel.cu"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize(
+    "case", [case for case in conformance() if case.dtype != "float64"], ids=lambda case: case.name
+)
+def test_every_case_compiles_for_a_gpu(case: Case, rung: str, tmp_path: Path) -> None:
+    call = case.inputs().call()
+    made = RUNGS[rung]
+    text, _ = assembled(made, call.spec, call.shape, made.default_tile(call.shape.d, call.shape.d_v))
+    _compiles(text.text, "sm_80", tmp_path)
+
+
+@nvcc
+def test_the_pipeline_compiles_for_hopper(tmp_path: Path) -> None:
+    """So hopper.h and the simulator's version of it say the same."""
+    _compiles(pipelines.text(headers={"wgmma.h": wgmma.header("bfloat16", [64])}), "sm_90a", tmp_path)
+
+
+# -- tensor maps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_tensor_map_has_the_drivers_size() -> None:
+    assert ctypes.sizeof(SimulatedMap) == 128
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"address": 8}, "address: expected a multiple of 16 bytes, got 0x8"),
+        ({"dtype": "int8"}, "dtype: expected one of"),
+        ({"steps": (100, 12800)}, "steps: expected multiples of 16"),
+        ({"box": (64, 300, 1)}, "box: expected 1 to 256"),
+        ({"box": (128, 64, 1)}, "at most the 128 bytes of the swizzle"),
+        ({"swizzle": 100}, "swizzle: expected one of"),
+        ({"steps": (128,)}, "as many of box and one step less"),
+        ({"sizes": (64, 0, 1)}, "sizes: expected 1 to"),
+    ],
+)
+def test_a_wrong_tensor_map_is_refused(wrong: dict[str, Any], told: str) -> None:
+    right: dict[str, Any] = {
+        "address": 1024, "dtype": "float16", "sizes": (64, 100, 2), "steps": (128, 12800), "box": (64, 64, 1),
+    }  # fmt: skip
+    assert TensorMap(**right).box_bytes == 64 * 64 * 2
+    with pytest.raises(ValueError, match=re.escape(told)):
+        TensorMap(**{**right, **wrong})
+
+
+def test_masks_on_another_device_are_not_looked_at() -> None:
+    """Their tiles are all PARTIAL: to know better would be to wait for the device."""
+    torch = pytest.importorskip("torch")
+    from tilewise.schedule import Kind, plan
+
+    ids = torch.zeros(64, dtype=torch.int32, device="meta")
+    for mask in (load(ids, Q) == 3, load(torch.ones(64, dtype=torch.bool, device="meta"), Q)):
+        kinds = plan(Attention(1.0, mask), Shape(1, 1, 1, 64, 64, 8, 8), Tile(16, 16)).kinds()
+        assert np.all(kinds == Kind.PARTIAL)
