@@ -152,7 +152,8 @@ TILED_MISTAKES: dict[str, tuple[str, str, str]] = {
         "kv.two(key + j, 2 * lane)", "kv.two(key + j, 2 * lane + (lane < 15))", "not aligned to 8 bytes",
     ),
     "too little shared memory": (
-        "p(memory + QTile::BYTES + Slice::BYTES)", "p(memory + QTile::BYTES + 2 * Slice::BYTES)", "outside shared memory",
+        "p(memory + QTile::BYTES + Slice::BYTES)", "p(memory + QTile::BYTES + 2 * Slice::BYTES)",
+        "outside shared memory",
     ),
     "a plain pointer beyond shared memory": (
         "SHARED_MEMORY(memory);", "SHARED_MEMORY(memory); memory[SHARED_BYTES + 16 * threadIdx.x] = 1;",

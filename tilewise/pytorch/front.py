@@ -30,12 +30,29 @@ def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, op
     if call.q.is_meta:  # the operator would answer with shapes; a caller asked for numbers
         dispatch.resolve(kernel, call.spec, call.shape)
     line, given = wire.encode(call.spec, kernel)
-    tensors = [x if arrays.is_torch(x) else arrays.as_tensor(x).to(call.q.device) for x in given]
+    constants = {id(slot.array) for slot in call.spec.loaded if slot.constant}
+    tensors = [x if arrays.is_torch(x) else _moved(x, call.q.device, id(x) in constants) for x in given]
     if torch._C._are_functorch_transforms_active():
         out, lse = autograd.Transformed.apply(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
     else:
         out, lse = operator.attention(call.q, call.k, call.v, tensors, call.spec.sinks, line)
     return call.restore(out), call.restore(lse)
+
+
+def _moved(x: Any, device: Any, is_constant: bool) -> Any:
+    """A NumPy array on the tensors' device: lengths anew each time, what a variant made itself once."""
+    if device.type == "cpu" or not is_constant or arrays.compiling():
+        return arrays.as_tensor(x).to(device)
+    key = (id(x), str(device))
+    if key not in _constants:
+        if len(_constants) >= _MOST_CONSTANTS:
+            _constants.clear()
+        _constants[key] = x, arrays.as_tensor(x).to(device)  # the array stays, or its id could be another's
+    return _constants[key][1]
+
+
+_constants: dict[tuple[int, str], tuple[Any, Any]] = {}
+_MOST_CONSTANTS = 64
 
 
 def _autocast(*given: Any) -> tuple[Any, ...]:

@@ -107,7 +107,7 @@ def _stored_as(q: Any, d_v: int) -> Any:
 
 def _on_device(array: Any, is_constant: bool, device: Any) -> Any:
     """A loaded array; one that a variant made itself comes along once."""
-    if not is_constant:
+    if not is_constant or arrays.is_torch(array):
         return array
     key = (id(array), device.index)
     if key not in _constants:

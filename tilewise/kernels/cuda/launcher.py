@@ -1,7 +1,7 @@
 """Launches on a GPU: kernels loaded once for each source and architecture, tables of plans kept on the device.
 
-Nothing here waits for the GPU. A launch goes to the caller's current stream of the arrays' device; in a CUDA graph's
-capture it is recorded, if the same call was made once before (which compiles, loads and uploads).
+Once that is done nothing here waits for the GPU: a launch goes to the caller's current stream of the arrays' device. In
+the capture of a CUDA graph it is recorded, and what the graph will need again is never let go.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tilewise.kernels.cuda import compiler, marshal
 from tilewise.kernels.cuda.marshal import Tables
 from tilewise.kernels.cuda.source import ENTRY, Source
 from tilewise.sharing import Lock
 from tilewise.spec import Attention, Shape, Tile
+
+T = TypeVar("T")
 
 _SHARED_BY_DEFAULT = 48 << 10  # a kernel that needs more dynamic shared memory must ask for it
 _MOST_KERNELS, _MOST_TABLES = 512, 256
@@ -36,6 +38,7 @@ class Loaded:
 _kernels: OrderedDict[tuple[str, str], Loaded] = OrderedDict()
 _tables: OrderedDict[tuple[Any, ...], tuple[Tables, Any, Any]] = OrderedDict()
 _opted_in: set[tuple[int, int]] = set()
+_in_graphs: dict[int, Any] = {}  # kernels and tables that a captured graph may use at any time
 _lock = Lock()
 
 
@@ -60,23 +63,44 @@ def launch(source: Source, device: Any, blocks: int, params: ctypes.Structure) -
     _check(error, f"launching the kernel {source.rung!r} with {blocks} blocks of {source.threads} threads")
 
 
-def _load(source: Source, arch: str) -> Loaded:
+def _kept(cache: OrderedDict[Any, T], key: Any) -> T | None:
+    """What is there already, as the one used last."""
+    import torch
+
+    capturing = torch.cuda.is_current_stream_capturing()
     with _lock:
-        found = _kernels.pop((source.text, arch), None)
+        found = cache.pop(key, None)
         if found is not None:
-            _kernels[source.text, arch] = found
-            return found
+            cache[key] = found
+            if capturing:
+                _in_graphs[id(found)] = found
+    if found is None and capturing:
+        raise LaunchError(
+            "a CUDA graph is captured around a call that was never made before; make it once first, "
+            "so that its kernel is compiled and its plan is on the GPU"
+        )
+    return found
+
+
+def _keep(cache: OrderedDict[Any, T], key: Any, made: T, most: int) -> T:
+    with _lock:
+        cache[key] = made
+        if len(cache) > most:
+            cache.popitem(last=False)
+    return made
+
+
+def _load(source: Source, arch: str) -> Loaded:
+    found = _kept(_kernels, (source.text, arch))
+    if found is not None:
+        return found
     from cuda.bindings import driver
     from cuda.core import ObjectCode
 
     module = ObjectCode.from_cubin(compiler.machine_code(source, arch), name=source.rung)
     # cuda-core's own launch takes no structs, so the kernel is called by the driver's function.
     made = Loaded(module, driver.CUfunction(int(module.get_kernel(ENTRY).handle)))
-    with _lock:
-        _kernels[source.text, arch] = made
-        if len(_kernels) > _MOST_KERNELS:
-            _kernels.popitem(last=False)
-    return made
+    return _keep(_kernels, (source.text, arch), made, _MOST_KERNELS)
 
 
 def _opt_in(loaded: Loaded, shared_bytes: int, device: int) -> None:
@@ -112,15 +136,11 @@ def tables_on(device: Any, spec: Attention, shape: Shape, tile: Tile, planned: b
     expressions = tuple(expr.key for expr in spec.expressions)
     constants = [slot.array for slot in spec.loaded if slot.constant]
     key = (device.index, shape, tile, planned, lengths, expressions, *map(id, constants))
-    with _lock:
-        found = _tables.pop(key, None)
-        if found is not None:
-            _tables[key] = found
-            return found[0], found[1]
-    made = marshal.tables(spec, shape, tile, planned)
-    numbers = torch.from_numpy(made.numbers).to(device)
-    with _lock:
-        _tables[key] = made, numbers, constants  # which keeps them alive, so that no other array has their id
-        if len(_tables) > _MOST_TABLES:
-            _tables.popitem(last=False)
-    return made, numbers
+    found = _kept(_tables, key)
+    if found is None:
+        made = marshal.tables(spec, shape, tile, planned)
+        # The constants stay with it, so that no other array gets their id.
+        found = _keep(_tables, key, (made, torch.from_numpy(made.numbers).to(device), constants), _MOST_TABLES)
+    tables, numbers, _ = found
+    numbers.record_stream(torch.cuda.current_stream(device))  # it may be let go while a kernel still reads it
+    return tables, numbers

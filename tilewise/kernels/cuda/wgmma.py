@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _TYPES = {"float16": "f16", "bfloat16": "bf16"}
-_OPENING = """// Made by wgmma.py: d (64 x N, float32) = a (64 x 16) @ b (16 x N), or added to it; a and b have 16-bit numbers.
+_OPENING = """// Made by wgmma.py: d (64 x N, float32) = a (64 x 16) @ b (16 x N), or added to it, of 16-bit a and b.
 // Operands lie in shared memory with their depth side by side, or, if transposed, their rows or columns.
 #pragma once
 

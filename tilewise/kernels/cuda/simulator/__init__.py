@@ -35,7 +35,7 @@ _RUNTIME_FLAGS = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
 # Line tables, for faults; the compiler's checks of alignment and of arrays' bounds, which call runtime.cpp.
 _KERNEL_FLAGS = [
     "-x", "c++", "-O1", "-g1", "-gdwarf-4", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
-    "-fno-math-errno", "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all", "-Wno-unknown-pragmas", "-w",
+    "-fno-math-errno", "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all", "-w",
 ]  # fmt: skip
 # What the simulator calls: the kernel, with its one parameter taken by value.
 _WRAPPER = f"""
