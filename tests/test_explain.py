@@ -40,6 +40,12 @@ def test_an_unknown_kernel_raises() -> None:
         tw.explain(*_inputs(8), kernel="abacus")
 
 
+def test_a_simulator_is_explained_if_named() -> None:
+    assert "cuda-sim" not in str(tw.explain(*_inputs(8)))
+    told = tw.explain(*_inputs(8), kernel="cuda-sim/naive")
+    assert "cuda-sim/naive" in str(told)
+
+
 class _Picky:
     name, summary = "picky", "a system that refuses"
 

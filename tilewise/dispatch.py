@@ -83,10 +83,11 @@ def kernel(name: str) -> Kernel:
 
 def reasons(spec: Attention, shape: Shape) -> dict[str, str | None]:
     """For each kernel system in order: why it cannot compute this call, or None if it can."""
-    return {name: _reason(name, spec, shape) for name in NAMES}
+    return {name: reason(name, spec, shape) for name in NAMES}
 
 
-def _reason(name: str, spec: Attention, shape: Shape) -> str | None:
+def reason(name: str, spec: Attention, shape: Shape) -> str | None:
+    """Why this one cannot compute this call, or None."""
     return kernel(name).unavailable() or kernel(name).unsupported(spec, shape)
 
 
@@ -102,12 +103,12 @@ def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:
     """The first system that supports the call, or the one named; a named one is never swapped for another."""
     check_name(name)
     if name != "auto":
-        reason = _reason(name, spec, shape)
-        if reason is not None:
-            raise Unsupported(f"kernel {name!r} cannot compute this call: {reason}")
+        told = reason(name, spec, shape)
+        if told is not None:
+            raise Unsupported(f"kernel {name!r} cannot compute this call: {told}")
         return kernel(name)
     for candidate in NAMES:
-        if _reason(candidate, spec, shape) is None:
+        if reason(candidate, spec, shape) is None:
             return kernel(candidate)
-    told = "".join(f"\n  {candidate}: {reason}" for candidate, reason in reasons(spec, shape).items())
-    raise Unsupported(f"no kernel system can compute this call:{told}")
+    every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(spec, shape).items())
+    raise Unsupported(f"no kernel system can compute this call:{every}")

@@ -37,8 +37,10 @@ class Explanation:
 
 def explain_call(call: Call, kernel: str) -> Explanation:
     """What resolve would answer, without raising: a call that nothing can compute is explained too."""
-    reasons = dispatch.reasons(call.spec, call.shape)
     dispatch.check_name(kernel)
+    reasons = dispatch.reasons(call.spec, call.shape)
+    if kernel != "auto" and kernel not in reasons:  # a rung, or a simulator
+        reasons = {kernel: dispatch.reason(kernel, call.spec, call.shape), **reasons}
     able = [name for name, reason in reasons.items() if reason is None and kernel in ("auto", name)]
     tile = dispatch.kernel(able[0]).default_tile(call.spec, call.shape) if able else Tile()
     made = plan(call.spec, call.shape, tile) if call.shape.device == "cpu" else None

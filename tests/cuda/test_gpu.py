@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, memory that moves, results beside the CPU's. `make test-gpu` runs these."""
+"""What only a GPU can show: streams, graphs, memory that moves, results beside the CPU's (`make test-gpu`)."""
 
 from __future__ import annotations
 

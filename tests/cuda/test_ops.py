@@ -69,6 +69,8 @@ EXPRESSIONS: dict[str, Expr] = {
     "smallest integer": where(Q == -(2**31), S, S + 1.0),
     "integers beyond 32 bits": S + (load(BIG, H) + load(BIG, H) - 2 * load(BIG, H) + load(BIG, H) // -1) * 1.0,
     "integers of 64 bits": where(load(HUGE, H) > 2**31 - 1, S, S - load(HUGE, H) // 3),
+    "choices of integers": S + where(load(HUGE, H) > load(BIG, H), load(HUGE, H), load(BIG, H)) * 1e-9,
+    "sizes of integers": S + abs(load(BIG, H)) * 1e-9 + tw.maximum(load(HUGE, H), Q) * 1e-18,
     "clamped": S + load(np.arange(5, dtype=np.float32), Q - K),
 }
 

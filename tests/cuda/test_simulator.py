@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -186,6 +187,7 @@ def test_a_mistake_in_tiled_is_caught(mistake: str, monkeypatch: pytest.MonkeyPa
         return text.replace(old, new) if name == "tiled.cu" else text
 
     monkeypatch.setattr(source, "_read", with_mistake)
+    monkeypatch.setattr(source, "_sources", OrderedDict())
     told = set()
     for order in Order:
         try:

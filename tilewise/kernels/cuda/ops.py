@@ -56,7 +56,7 @@ class Term:
     """A value in C++: a literal, or a name in the place where it is computed."""
 
     text: str
-    type: str  # bool, int, long long or float
+    type: str  # bool, int, int64 or float
     place: Place
     named: bool = True  # a literal is the same everywhere
     from_array: bool = False  # such integers may have any size, so arithmetic on them takes 64 bits, as in NumPy
@@ -222,7 +222,14 @@ class _Writer:
         table: dict[str, Callable[..., Term]] = {op: self._call(text) for op, text in _TEMPLATES.items()}
         table |= {op: self._comparison(op) for op in COMPARISONS}
         table |= {op: self._arithmetic(op) for op in _ARITHMETIC}
-        return {**table, "const": _constant, "load": self._load, "and": self._and, "neg": self._negative}
+        return {
+            **table,
+            "const": _constant,
+            "load": self._load,
+            "and": self._and,
+            "neg": self._negative,
+            "abs": self._absolute,
+        }
 
     def emit(self, template: str, args: tuple[Term, ...], type_: str, wide: bool = False, **more: Any) -> Term:
         """The operation, computed in the least place that has all its arguments; `wide`: in 64 bits."""
@@ -232,7 +239,7 @@ class _Writer:
             place |= a.place
         texts = [a.seen_from(place) for a in args]
         if wide:
-            texts = [text if a.type == "long long" else f"int64({text})" for text, a in zip(texts, args, strict=True)]
+            texts = [text if a.type == "int64" else f"int64({text})" for text, a in zip(texts, args, strict=True)]
         name = self.statement(type_, template.format(*texts), place, args)
         return Term(name, type_, place, from_array=any(a.from_array for a in args), **more)
 
@@ -246,15 +253,22 @@ class _Writer:
     def _arithmetic(self, op: str) -> Callable[[Term, Term], Term]:
         def combine(a: Term, b: Term) -> Term:
             wide = _common((a, b)) != "float" and (a.from_array or b.from_array)
-            type_ = "long long" if wide else _common((a, b))
+            type_ = "int64" if wide else _common((a, b))
             template = _ARITHMETIC[op].replace("T", type_)
             return self.emit(template, (a, b), type_, wide, linear=_combined(op, a.linear, b.linear))
 
         return combine
 
     def _negative(self, a: Term) -> Term:
+        return self._sign("-{0}", a, _times(a.linear, -1))
+
+    def _absolute(self, a: Term) -> Term:
+        return self._sign("absolute<T>({0})", a, None)
+
+    def _sign(self, template: str, a: Term, linear: Linear | None) -> Term:
         wide = a.type != "float" and a.from_array
-        return self.emit("-{0}", (a,), "long long" if wide else a.type, wide, linear=_times(a.linear, -1))
+        type_ = "int64" if wide else a.type
+        return self.emit(template.replace("T", type_), (a,), type_, wide, linear=linear)
 
     def _comparison(self, op: str) -> Callable[[Term, Term], Term]:
         def compare(a: Term, b: Term) -> Term:
@@ -278,7 +292,7 @@ class _Writer:
         number = known[0] if known else len(self.slots) - 1
         stored = arrays.dtype_name(slot.array)
         type_ = {"float": "float", "bool": "bool"}.get(arrays.value_kind(slot.array)) or (
-            "long long" if stored == "int64" else "int"
+            "int64" if stored == "int64" else "int"
         )
         places = ", ".join([f"params.arrays[{number}]", *(f"{{{i}}}" for i in range(len(index)))])
         read = self.emit(f"load<{STORED[stored]}>({places})", index, type_)
@@ -296,7 +310,7 @@ class _Variables(dict[str, Term]):
 
 # T is the type that the arguments have in common.
 _TEMPLATES = {
-    "float": "float({0})", "abs": "absolute<T>({0})", "exp": "expf({0})", "log": "logf({0})", "tanh": "tanhf({0})",
+    "float": "float({0})", "exp": "expf({0})", "log": "logf({0})", "tanh": "tanhf({0})",
     "minimum": "minimum<T>({0}, {1})", "maximum": "maximum<T>({0}, {1})", "where": "{0} ? T({1}) : T({2})",
     "or": "{0} || {1}", "not": "!{0}",
 }  # fmt: skip
@@ -310,7 +324,7 @@ _ARITHMETIC = {
 def _common(args: tuple[Term, ...]) -> str:
     """The widest type among the last two arguments: the first of three is a condition."""
     types = {a.type for a in args[-2:]}
-    return next(type_ for type_ in ("float", "long long", "int", "bool") if type_ in types)
+    return next(type_ for type_ in ("float", "int64", "int", "bool") if type_ in types)
 
 
 def _constant(value: bool | int | float) -> Term:
