@@ -41,7 +41,7 @@ def test_random_calls(kernel: str) -> None:
     reason = dispatch.kernel(kernel).unavailable()
     if reason is not None:
         pytest.skip(f"{kernel} cannot run on this machine: {reason}")
-    cases = "40" if kernel in dispatch.simulated_rungs() else "300"  # each of theirs is compiled first
+    cases = "25" if kernel in dispatch.simulated_rungs() else "300"  # each of theirs is compiled first
     done = _fuzz("--kernel", kernel, "--cases", cases)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{cases} cases" in done.stdout
