@@ -183,25 +183,29 @@ int attend(const Path& path, const Call& call, const std::vector<Packed>& all, I
 
 // -- one query a head -------------------------------------------------------------------------------------------------
 
-constexpr int64_t DECODE_SPLIT = 2048;  // keys a task; by their number alone, so that bits do not depend on the machine
+constexpr int64_t DECODE_SPLIT = 2048;  // keys; by their number alone, so that bits do not depend on the machine
+constexpr int64_t TURNS = 8;            // of a thread: it takes neighbouring splits together, for one stream of reads
 
 int decode(const Path& path, const Call& call, const std::vector<Packed>& heads, Interrupted interrupted) {
     size_t bytes = path.decode_partial_bytes(call);
     std::vector<int64_t> first_split(1, 0);  // of each head
-    struct Task {
+    struct Split {
         int64_t head, begin;
     };
-    std::vector<Task> tasks;
+    std::vector<Split> splits;
     for (size_t i = 0; i < heads.size(); i++) {
         int64_t n_k = heads[i].sequence->n_k;
-        for (int64_t k = 0; k == 0 || k < n_k; k += DECODE_SPLIT) tasks.push_back({int64_t(i), k});
-        first_split.push_back(int64_t(tasks.size()));
+        for (int64_t k = 0; k == 0 || k < n_k; k += DECODE_SPLIT) splits.push_back({int64_t(i), k});
+        first_split.push_back(int64_t(splits.size()));
     }
-    Block partials(bytes * tasks.size() + 1);
-    int status = run_tasks(int64_t(tasks.size()), path.decode_scratch(call), interrupted, [&](int64_t i, void* room, const Pause&) {
-        const Packed& head = heads[size_t(tasks[size_t(i)].head)];
-        int64_t begin = tasks[size_t(i)].begin, end = std::min(begin + DECODE_SPLIT, head.sequence->n_k);
-        path.decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
+    Block partials(bytes * splits.size() + 1);
+    const int64_t all = int64_t(splits.size()), together = std::max<int64_t>(1, all / (TURNS * threads()));
+    int status = run_tasks((all + together - 1) / together, path.decode_scratch(call), interrupted, [&](int64_t task, void* room, const Pause&) {
+        for (int64_t i = task * together; i < std::min(all, (task + 1) * together); i++) {
+            const Packed& head = heads[size_t(splits[size_t(i)].head)];
+            int64_t begin = splits[size_t(i)].begin, end = std::min(begin + DECODE_SPLIT, head.sequence->n_k);
+            path.decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
+        }
     });
     if (status != DONE) return status;
     return run_tasks(int64_t(heads.size()), 0, interrupted, [&](int64_t i, void*, const Pause&) {
