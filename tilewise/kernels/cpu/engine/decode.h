@@ -51,12 +51,28 @@ template <int G, class T> struct Few {
 // Where key j of the first of G heads stands among such vectors; of head g, g * KEYS further on.
 template <int G, class T> INLINE int lane_of(int j) { return j + (j & -(VL<T> / G)) * (G - 1); }
 
+// What is fetched into the second cache while a row is computed with: lines `from` to `to` of the row `further` on.
+// Many heads keep the processor busy for so long that it has to be told to; each few of them fetch their part.
+struct Ahead {
+    int64_t further;
+    int part, parts;
+
+    template <class Stored> INLINE void fetch(const Stored* row, int n) const {
+        constexpr int LINE = 64 / int(sizeof(Stored));
+        const int lines = n / LINE;
+        for (int i = lines * part / parts; i < lines * (part + 1) / parts; i++)
+            __builtin_prefetch(row + further + i * LINE, 0, 2);
+    }
+};
+
 // One vector of such scores, q[g] . k[i]; d is a multiple of VL.
-template <int G, class T, class Stored> INLINE void few_dots(const T* q, int d, const Stored* const* rows, T* s) {
+template <int G, class T, class Stored>
+INLINE void few_dots(const T* q, int d, const Stored* const* rows, const Ahead& ahead, T* s) {
     constexpr int KEYS = VL<T> / G;
     Vec<T> sums[VL<T>];
 #pragma GCC unroll 16
     for (int i = 0; i < KEYS; i++) {
+        if (ahead.further > 0) ahead.fetch(rows[i], d);
         Vec<T> sum[G] = {};
 #pragma GCC unroll 8
         for (int x = 0; x < d; x += VL<T>) {
@@ -72,7 +88,7 @@ template <int G, class T, class Stored> INLINE void few_dots(const T* q, int d, 
 
 // All of them, for n keys; D is d where the compiler is to know it.
 template <int G, int D, class T, class Stored>
-void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, T* s) {
+void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, const Ahead& ahead, T* s) {
     constexpr int KEYS = VL<T> / G;
     const int d = D > 0 ? D : any_d;
     const Stored* rows[KEYS];
@@ -80,21 +96,22 @@ void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, T* s) {
     for (; j + KEYS <= n; j += KEYS, s += VL<T>) {
 #pragma GCC unroll 16
         for (int i = 0; i < KEYS; i++) rows[i] = k + (j + i) * ld;
-        few_dots<G>(q, d, rows, s);
+        few_dots<G>(q, d, rows, ahead, s);
     }
     if (j == n) return;
     for (int i = 0; i < KEYS; i++) rows[i] = k + smaller(j + i, n - 1) * ld;
-    few_dots<G>(q, d, rows, s);
+    few_dots<G>(q, d, rows, ahead, s);
     for (int i = n - j; i < KEYS; i++)  // beyond the last key
         for (int g = 0; g < G; g++) s[g * KEYS + i] = -INF<T>;
 }
 
 // acc[h] = acc[h] * rescale[h] + sum of p[h][j] * v[j], for H of G heads and C vectors of columns.
 template <int G, int H, int C, class T, class Stored>
-void weigh(const T* p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
+void weigh(const T* p, const Stored* v, int64_t ld, int n, int d_v, const Ahead& ahead, T* acc, const T* rescale) {
     constexpr int KEYS = VL<T> / G;
     Vec<T> sum[H][C] = {};
     for (int j = 0; j < n; j++, v += ld) {
+        if (ahead.further > 0) ahead.fetch(v, C * VL<T>);
         const T* weight = p + lane_of<G, T>(j);
         Vec<T> value[C];
 #pragma GCC unroll 16
@@ -158,7 +175,7 @@ template <class T> class DecodeSplit {
     struct Batch {
         int64_t g, heads, begin;
         int n;
-        bool masked;
+        bool masked, last;
     };
 
     template <class Stored> void visit(int64_t g, int64_t heads, int64_t begin, int64_t end, T* partials) {
@@ -170,7 +187,7 @@ template <class T> class DecodeSplit {
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
             const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : BATCH_KEYS;
             for (; from < to; from += keys) {
-                Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked};
+                Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked, from + keys >= to};
                 score<Stored>(batch);
                 by_few(g, heads, [&](auto few) { softmax(few, batch); });
                 add_values<Stored>(batch);
@@ -188,51 +205,59 @@ template <class T> class DecodeSplit {
         for (; g < end; g++) act(Few<1, T>{g});
     }
 
+    // The next batch; the parts of a group of up to four, which memory keeps waiting, come by themselves.
+    template <int G> static Ahead ahead(Few<G, T> few, const Batch& batch, int64_t ld) {
+        if (batch.heads <= 4 || batch.last) return {};
+        return {batch.n * ld, int((few.first - batch.g) / 4), int((batch.heads + 3) / 4)};
+    }
+
     // 2 s = q @ k.T
     template <class Stored> void score(const Batch& batch) {
         const Stored* k = row_of<Stored>(call_.k, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_ == call_.d) {
-            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch.n); });
+            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch, ahead(few, batch, call_.k.row)); });
         } else {
             widen_rows(k, call_.k.row, batch.n, int(call_.d), d_);
-            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, rows_, int64_t(d_), batch.n); });
+            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, rows_, int64_t(d_), batch, Ahead{}); });
         }
     }
-    template <int G, class Stored> void dots_of(Few<G, T> few, const Stored* k, int64_t ld, int n) {
+    template <int G, class Stored> void dots_of(Few<G, T> few, const Stored* k, int64_t ld, const Batch& batch, const Ahead& ahead) {
         T *q = q_ + few.first * d_, *s = s_ + few.first * DECODE_KEYS;
-        if (d_ == 64) dots<G, 64>(q, d_, k, ld, n, s);
-        else if (d_ == 128) dots<G, 128>(q, d_, k, ld, n, s);
-        else dots<G, 0>(q, d_, k, ld, n, s);
+        if (d_ == 64) dots<G, 64>(q, d_, k, ld, batch.n, ahead, s);
+        else if (d_ == 128) dots<G, 128>(q, d_, k, ld, batch.n, ahead, s);
+        else dots<G, 0>(q, d_, k, ld, batch.n, ahead, s);
     }
 
     // 6 acc = acc * rescale + p @ v
     template <class Stored> void add_values(const Batch& batch) {
         const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_v_ == call_.d_v) {
-            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch); });
+            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch, ahead(few, batch, call_.v.row)); });
         } else {
             widen_rows(v, call_.v.row, batch.n, int(call_.d_v), d_v_);
-            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, rows_, int64_t(d_v_), batch); });
+            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, rows_, int64_t(d_v_), batch, Ahead{}); });
         }
     }
-    template <int G, class Stored> void weigh_few(Few<G, T> few, const Stored* v, int64_t ld, const Batch& batch) {
+    template <int G, class Stored> void weigh_few(Few<G, T> few, const Stored* v, int64_t ld, const Batch& batch, const Ahead& ahead) {
         constexpr int SUMS = MR >= 12 ? 16 : 8;  // that registers hold, beside the values
-        if (G < 4 || batch.heads > 4 || sizeof(Stored) < sizeof(T)) {
-            weigh_of<G, 0, G, SUMS / larger(G, 2)>(few.first, v, ld, batch.n);
-        } else if constexpr (G == 4) {  // whole rows come from memory faster than parts of rows
-            weigh_of<G, 0, 2, SUMS / 2>(few.first, v, ld, batch.n);
-            weigh_of<G, 2, 2, SUMS / 2>(few.first, v, ld, batch.n);
+        const bool from_memory = few.first == batch.g && sizeof(Stored) == sizeof(T);  // half as many bytes matter less
+        if (G < 4 || !from_memory) {
+            weigh_of<G, 0, G, SUMS / larger(G, 2)>(few.first, v, ld, batch.n, ahead);
+        } else if constexpr (G == 4) {  // whole rows come faster than parts of rows
+            weigh_of<G, 0, 2, SUMS / 2>(few.first, v, ld, batch.n, ahead);
+            weigh_of<G, 2, 2, SUMS / 2>(few.first, v, ld, batch.n, ahead);
         }
     }
     // For heads `from` to `from` + H of G.
-    template <int G, int from, int H, int C, class Stored> void weigh_of(int64_t first, const Stored* v, int64_t ld, int n) {
+    template <int G, int from, int H, int C, class Stored>
+    void weigh_of(int64_t first, const Stored* v, int64_t ld, int n, const Ahead& ahead) {
         const T *p = s_ + first * DECODE_KEYS + from * Few<G, T>::KEYS, *rescale = rescale_ + first + from;
         T* acc = acc_ + (first + from) * d_v_;
         int c = 0;
-        for (; c + C * VL<T> <= d_v_; c += C * VL<T>) weigh<G, H, C>(p, v + c, ld, n, d_v_, acc + c, rescale);
+        for (; c + C * VL<T> <= d_v_; c += C * VL<T>) weigh<G, H, C>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
         if constexpr (C > 4)
-            for (; c + 4 * VL<T> <= d_v_; c += 4 * VL<T>) weigh<G, H, 4>(p, v + c, ld, n, d_v_, acc + c, rescale);
-        for (; c < d_v_; c += VL<T>) weigh<G, H, 1>(p, v + c, ld, n, d_v_, acc + c, rescale);
+            for (; c + 4 * VL<T> <= d_v_; c += 4 * VL<T>) weigh<G, H, 4>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
+        for (; c < d_v_; c += VL<T>) weigh<G, H, 1>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
     }
 
     // Copies rows; one that ends within a vector is filled up with zeros.
