@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_sections_are_what_the_command_offers() -> None:
     assert tuple(suite.SECTIONS) == command.CPU_SECTIONS == tuple(targets._CHECKS)
     assert {name: len(section.cells) for name, section in suite.SECTIONS.items()} == {
-        "forward": 12, "half": 24, "training": 12, "decode": 16, "window": 5, "memory": 4,
+        "forward": 12, "half": 24, "training": 12, "decode": 24, "window": 5, "memory": 4,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cells)) == len(section.cells)
@@ -143,33 +143,36 @@ def test_decoding_is_judged_by_what_it_reads() -> None:
     target, of_8, of_16, cached = _shares(made_up("decode", lambda cell: 1.0))
     assert target.what.startswith("decode, groups up to 4:") and target.target == "at least 75%"
     assert target.value == pytest.approx(2 * 128 * 2 / 4 / 8 / 20) and target.met is True  # two bytes, groups of 4
-    assert target.note == "9 of 9 cells reach 75%; the least has 32% of the FMA peak"  # 4 * 128 operations in 8 ns
+    at_the_peak = "the least has 32% of the FMA peak, at which it would be"  # 4 * 128 operations in 8 ns
+    assert target.note == f"13 of 13 cells reach 75%; {at_the_peak} 250%"
     assert of_8.what.startswith("decode, groups of 8:") and of_16.what.startswith("decode, groups of 16:")
-    assert of_16.value == pytest.approx(2 * 128 * 4 / 16 / 8 / 20) and of_8.value == pytest.approx(2 * of_16.value)
-    assert of_16.note == "0 of 1 cells reach 75%; the least has 32% of the FMA peak"
+    assert of_16.value == pytest.approx(2 * 128 * 2 / 16 / 8 / 20) and of_8.value == pytest.approx(2 * of_16.value)
+    assert of_16.note == f"0 of 3 cells reach 75%; {at_the_peak} 62%"
     assert cached.what.startswith("decode, k and v within 2 caches:") and "5 of 5" in cached.note
-    assert of_8.met is of_16.met is cached.met is None  # told, not judged
+    assert of_8.met is of_16.met is False and cached.met is None  # told, not judged
 
 
 def _shares(results: dict[str, Any]) -> list[targets.Check]:
     return [check for what, check in values(results).items() if "share of the plain read rate" in what]
 
 
-def test_only_what_memory_limits_is_judged() -> None:
-    """One slow cell: in small groups beyond the cache it misses the target, elsewhere it is only told."""
+def test_only_what_comes_from_memory_is_judged() -> None:
+    """One slow cell: beyond the cache it misses its target, within it is only told."""
     for n_k, dtype, heads, met in (
         (32768, "float16", 32, False), (16384, "float16", 32, True), (8192, "float32", 32, True),
-        (32768, "float32", 8, False), (32768, "float32", 64, True), (32768, "float32", 128, True),
+        (32768, "float32", 8, False), (32768, "float32", 64, False), (32768, "float32", 128, False),
     ):  # fmt: skip
         slow = (n_k, dtype, heads)
         found = _shares(made_up("decode", lambda c, slow=slow: 0.01 if (c.n_k, c.dtype, c.heads) == slow else 8.0))
-        assert found[0].met is met, slow
-        assert sum(check.value < 0.1 for check in found) == 1 and (met or found[0].note.startswith("8 of 9 cells"))
+        (least,) = [check for check in found if check.value < 0.1]
+        assert (least.met is False) is not met and all(
+            check.met is not False for check in found if check is not least
+        ), slow
 
 
 def test_where_the_cache_is_unknown_every_cell_counts() -> None:
     results = made_up("decode", times_cache=None, fits_cache=None)
-    assert [check.note.split(" cells")[0] for check in _shares(results)] == ["14 of 14", "1 of 1", "1 of 1"]
+    assert [check.note.split(" cells")[0] for check in _shares(results)] == ["18 of 18", "3 of 3", "1 of 3"]
 
 
 def test_without_a_read_rate_nothing_is_proved() -> None:
@@ -177,7 +180,7 @@ def test_without_a_read_rate_nothing_is_proved() -> None:
     for r in results["records"]:
         r["read_fraction"] = None
     target = _shares(results)[0]
-    assert target.met is False and target.note == "9 of 9 cells have no number: the read rate was not measured"
+    assert target.met is False and target.note == "13 of 13 cells have no number: the read rate was not measured"
 
 
 def test_the_section_of_decoding_shows_both_limits() -> None:
@@ -433,7 +436,7 @@ def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Pat
         assert "| training: geometric mean | 2.00x | at least 1.35x | ✓ |" in text
     assert "| float32 | causal | 8192 | 128 | " in text and "| 2.00x |" in text
     assert "| float32 | 65536 | 32 / 8 | " in text and " | 64.0 | 20.0 | 320% | 64% |" in text
-    assert " | 20.0 (cache) | " in text and "✓ 9 of 9 cells reach 75%; the least has" in text
+    assert " | 20.0 (cache) | " in text and "✓ 13 of 13 cells reach 75%; the least has" in text
     assert "| 16384 | 15.6 | 15.6 | 8,192 | 0.2% |" in text
     assert "![" not in text.split("## The CPU engine")[1]
     (folder / "forward.png").touch()
