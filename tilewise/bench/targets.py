@@ -117,7 +117,8 @@ def _at_the_peak(r: Record) -> str:
     """The other limit: the share that multiplications alone would leave."""
     if r["fraction"] is None:
         return ""
-    return f"; the least has {r['fraction']:.0%} of the FMA peak, at which it would be {r['read_fraction'] / r['fraction']:.0%}"
+    share = r["read_fraction"] / r["fraction"]
+    return f"; the least has {r['fraction']:.0%} of the FMA peak, at which it would be {share:.0%}"
 
 
 def _window(records: list[Record]) -> Iterator[Check]:
