@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int BATCH_KEYS = 16;    // read at a time; later heads of the group find them in L1
+constexpr int BATCHES_AHEAD = 2;  // are fetched where the processor has to be told to
 constexpr int DECODE_KEYS = 256;  // at a time where a program runs on their scores, for a program costs much to start
 
 // to[i] = the sum of v[i], for VL vectors.
@@ -175,7 +176,7 @@ template <class T> class DecodeSplit {
     struct Batch {
         int64_t g, heads, begin;
         int n;
-        bool masked, last;
+        bool masked, last;  // last: nothing is left to fetch
     };
 
     template <class Stored> void visit(int64_t g, int64_t heads, int64_t begin, int64_t end, T* partials) {
@@ -187,7 +188,7 @@ template <class T> class DecodeSplit {
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
             const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : BATCH_KEYS;
             for (; from < to; from += keys) {
-                Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked, from + keys >= to};
+                Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked, from + BATCHES_AHEAD * keys >= to};
                 score<Stored>(batch);
                 by_few(g, heads, [&](auto few) { softmax(few, batch); });
                 add_values<Stored>(batch);
@@ -205,17 +206,17 @@ template <class T> class DecodeSplit {
         for (; g < end; g++) act(Few<1, T>{g});
     }
 
-    // The next batch; the parts of a group of up to four, which memory keeps waiting, come by themselves.
-    template <int G> static Ahead ahead(Few<G, T> few, const Batch& batch, int64_t ld) {
-        if (batch.heads <= 4 || batch.last) return {};
-        return {batch.n * ld, int((few.first - batch.g) / 4), int((batch.heads + 3) / 4)};
+    // With few heads for each byte, rows come as fast as memory gives them by themselves, and fetching would only disturb.
+    template <class Stored, int G> static Ahead ahead(Few<G, T> few, const Batch& batch, int64_t ld) {
+        if (batch.heads <= int64_t(sizeof(Stored)) || batch.last) return {};
+        return {BATCHES_AHEAD * batch.n * ld, int((few.first - batch.g) / 4), int((batch.heads + 3) / 4)};
     }
 
     // 2 s = q @ k.T
     template <class Stored> void score(const Batch& batch) {
         const Stored* k = row_of<Stored>(call_.k, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_ == call_.d) {
-            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch, ahead(few, batch, call_.k.row)); });
+            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch, ahead<Stored>(few, batch, call_.k.row)); });
         } else {
             widen_rows(k, call_.k.row, batch.n, int(call_.d), d_);
             by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, rows_, int64_t(d_), batch, Ahead{}); });
@@ -232,7 +233,7 @@ template <class T> class DecodeSplit {
     template <class Stored> void add_values(const Batch& batch) {
         const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_v_ == call_.d_v) {
-            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch, ahead(few, batch, call_.v.row)); });
+            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch, ahead<Stored>(few, batch, call_.v.row)); });
         } else {
             widen_rows(v, call_.v.row, batch.n, int(call_.d_v), d_v_);
             by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, rows_, int64_t(d_v_), batch, Ahead{}); });
