@@ -146,7 +146,7 @@ template <class T> class BackwardSplit {
         for (int64_t g = 0; g < group_; g++) {
             g_ = g;
             h_ = packed_->hk * group_ + g;
-            Place2D head = {seq_, packed_->b, h_, packed_->hk};
+            QueryHead head = {seq_, packed_->b, h_, packed_->hk};
             mask_.enter(head);
             score_.enter(head);
             mask_.enter_keys(begin, n_k_);
@@ -343,7 +343,7 @@ template <class T> class BackwardSplit {
     const BackwardCall& call_;
     const Call& f_;
     const int64_t columns_, columns_v_;
-    Machine<T> mask_, score_;
+    Interpreter<T> mask_, score_;
     T *p_, *d_s_, *d_k_, *d_v_;
     uint8_t* counts_;
     T plain_[BLOCK_KEYS];

@@ -220,7 +220,7 @@ template <class T> class DecodeSplit {
 
     void softmax(int64_t g, int64_t begin, int n, bool masked) {
         T* s = s_ + g * DECODE_KEYS;
-        Place2D head = {head_->sequence, head_->b, head_->hk * group_ + g, head_->hk};
+        QueryHead head = {head_->sequence, head_->b, head_->hk * group_ + g, head_->hk};
         // 3 score
         if (!score_.empty()) {
             enter(score_, head, begin, n, s);
@@ -249,17 +249,17 @@ template <class T> class DecodeSplit {
         row_sum_[g] = row_sum_[g] * rescale_[g] + sum_of(sum);
         row_max_[g] = now;
     }
-    static void enter(Machine<T>& machine, const Place2D& head, int64_t begin, int n, const T* s) {
-        machine.enter(head);
-        machine.enter_queries(0, 1);
-        machine.enter_keys(begin, n);
-        machine.enter_scores(0, 0, n, s);
+    static void enter(Interpreter<T>& interpreter, const QueryHead& head, int64_t begin, int n, const T* s) {
+        interpreter.enter(head);
+        interpreter.enter_queries(0, 1);
+        interpreter.enter_keys(begin, n);
+        interpreter.enter_scores(0, 0, n, s);
     }
 
     const Call& call_;
     const int64_t group_;
     const int d_, d_v_;
-    Machine<T> mask_, score_;
+    Interpreter<T> mask_, score_;
     T *q_, *acc_, *s_, *row_max_, *row_sum_, *rescale_, *rows_;
     const Packed* head_ = nullptr;
 };

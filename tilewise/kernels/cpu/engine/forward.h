@@ -105,7 +105,7 @@ template <class T> class ForwardTile {
         int64_t rows = round_up(n_q_, ROWS);
         memset(acc_, 0, size_t(rows * columns_) * sizeof(T));
         for (int64_t r = 0; r < rows; r++) row_max_[r] = -INF<T>, row_sum_[r] = Vec<T>{};
-        Place2D head = {&seq, packed.b, h, packed.hk};
+        QueryHead head = {&seq, packed.b, h, packed.hk};
         mask_.enter(head);
         score_.enter(head);
         mask_.enter_queries(first, n_q_);
@@ -252,7 +252,7 @@ template <class T> class ForwardTile {
     const Call& call_;
     const int keys_;
     const int64_t columns_;
-    Machine<T> mask_, score_;
+    Interpreter<T> mask_, score_;
     T *q_, *acc_, *row_max_, *s_, *turned_;
     Vec<T>* row_sum_;
     uint8_t* counts_;

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int LANES = 256;  // scores of a row that the interpreter takes at a time: its registers stay in L1
 
-struct Place2D {  // a head of a sequence, for the variables
+struct QueryHead {  // of a sequence: what the variables B, H, HK and the lengths are read from
     const Sequence* sequence;
     int64_t b, h, hk;
 };
@@ -257,12 +257,12 @@ template <class T> Run pick(const Instruction& in, bool a, bool b, bool c) {
     }
 }
 
-// -- the machine ------------------------------------------------------------------------------------------------------
+// -- the interpreter --------------------------------------------------------------------------------------------------
 
-template <class T> class Machine {
+template <class T> class Interpreter {
    public:
     // Registers for tiles of up to `rows` queries and `keys` keys.
-    Machine(const Program& program, int64_t rows, int64_t keys, Scratch& scratch) : program_(program) {
+    Interpreter(const Program& program, int64_t rows, int64_t keys, Scratch& scratch) : program_(program) {
         const int64_t lanes[PLACES] = {1, rows, keys, LANES};
         registers_ = scratch.take<T*>(program.n_code);
         runs_ = scratch.take<Run>(program.n_code);
@@ -278,7 +278,7 @@ template <class T> class Machine {
     }
     bool empty() const { return program_.n_code == 0; }
 
-    void enter(const Place2D& head) {
+    void enter(const QueryHead& head) {
         head_ = head;
         section(UNIFORM, 1, 0, 0);
     }
@@ -375,7 +375,7 @@ template <class T> class Machine {
     const Program& program_;
     T** registers_;
     Run* runs_;
-    Place2D head_ = {};
+    QueryHead head_ = {};
     int64_t first_q_ = 0, first_k_ = 0;
     const T* s_ = nullptr;
 };
