@@ -95,10 +95,6 @@ void pack_backward_queries(const BackwardCall& call, const PackedBackward& packe
 
 // -- the keys of one split --------------------------------------------------------------------------------------------
 
-struct Range {
-    int from, to;
-};
-
 template <class T> class BackwardSplit {
    public:
     BackwardSplit(const BackwardCall& call, Scratch& scratch)
@@ -187,29 +183,12 @@ template <class T> class BackwardSplit {
 
     // For each block of MR rows the keys that count, from the first to the last; false: none at all.
     bool find_ranges(bool masked) {
-        if (!masked) {
-            for (int i = 0; i < blocks_; i++) ranges_[i] = {0, n_k_};
-            return true;
-        }
         bool some = false;
         for (int i = 0; i < blocks_; i++) {
-            uint8_t any[BLOCK_KEYS] = {};
-            int last = smaller((i + 1) * MR - above_, n_q_);
-            for (int r = larger(i * MR - above_, 0); r < last; r++) {
-                uint8_t* counts = counts_ + r * BLOCK_KEYS;
-                mask_.enter_scores(r, 0, n_k_, nullptr);
-                const Int<T>* holds = mask_.template at<Int<T>>(f_.mask_at, r, 0);
-                if (mask_.varies(f_.mask_at))
-                    for (int j = 0; j < n_k_; j++) counts[j] = uint8_t(holds[j]);
-                else
-                    memset(counts, int(*holds), size_t(n_k_));
-                for (int j = 0; j < n_k_; j++) any[j] |= counts[j];
-            }
-            int lo = 0, hi = n_k_;
-            while (lo < hi && !any[lo]) lo++;
-            while (hi > lo && !any[hi - 1]) hi--;
-            ranges_[i] = {lo, hi};
-            some |= lo < hi;
+            int row = larger(i * MR - above_, 0), rows = smaller((i + 1) * MR - above_, n_q_) - row;
+            ranges_[i] = {0, n_k_};
+            if (masked) ranges_[i] = counting_keys<BLOCK_KEYS>(mask_, f_.mask_at, row, rows, n_k_, counts_ + row * BLOCK_KEYS);
+            some |= !ranges_[i].empty();
         }
         return some;
     }
@@ -219,7 +198,7 @@ template <class T> class BackwardSplit {
         Range keys = ranges_[i];
         T *p = p_ + int64_t(i) * MR * BLOCK_LD, *d_s = d_s_ + int64_t(i) * MR * BLOCK_LD;
         int from = (offset_ + keys.from) / NR<T> * NR<T>, to = int(round_up(offset_ + keys.to, NR<T>));
-        if (keys.from >= keys.to) from = to = offset_;
+        if (keys.empty()) from = to = offset_;
         const T* q = static_cast<T*>(packed_->q) + (g_ * rows_ + q_first_ + i * MR) * f_.d;
         const T* d_out = static_cast<T*>(packed_->d_out) + (g_ * rows_ + q_first_ + i * MR) * f_.d_v;
         for (int j = from; j < to; j += NR<T>) {
@@ -252,7 +231,7 @@ template <class T> class BackwardSplit {
         if (!score_.empty()) {
             memcpy(plain_, p, size_t(n) * sizeof(T));
             score_.enter_scores(row, keys.from, n, plain_);
-            take(f_.score_at, row, keys.from, n, p);
+            score_.take(f_.score_at, row, keys.from, n, p);
         }
         // 4 mask (PARTIAL tiles only)
         if (masked) hide(counts_ + row * BLOCK_KEYS + keys.from, n, p);
@@ -260,7 +239,7 @@ template <class T> class BackwardSplit {
         for (int i = 0; i < call_.n_grads; i++) add_to_array(call_.grads[i], row, keys.from, n, d_s);
         if (call_.slope_at < 0) return;
         // A key of weight 0 passes nothing on, whatever its slope.
-        take(call_.slope_at, row, keys.from, n, plain_);
+        score_.take(call_.slope_at, row, keys.from, n, plain_);
         for (int j = 0; j < n; j++) d_s[j] = d_s[j] == 0 ? T(0) : d_s[j] * plain_[j];
     }
 
@@ -280,21 +259,11 @@ template <class T> class BackwardSplit {
             d_s[j] = weight * (d_s[j] - delta);
         }
     }
-    static void hide(const uint8_t* counts, int n, T* s) {
-        for (int j = 0; j < n; j++) s[j] = counts[j] ? s[j] : -INF<T>;
-    }
-    void take(int reg, int row, int j, int n, T* to) const {
-        const T* value = score_.template at<T>(reg, row, j);
-        if (score_.varies(reg))
-            memcpy(to, value, size_t(n) * sizeof(T));
-        else
-            for (int i = 0; i < n; i++) to[i] = *value;
-    }
 
     // grad[cell] += d_score * slope
     void add_to_array(const ArrayGrad& grad, int row, int j, int n, const T* d_score) {
         T slope[BLOCK_KEYS];
-        take(grad.slope, row, j, n, slope);
+        score_.take(grad.slope, row, j, n, slope);
         double* total = grad.total + (grad.copies > 1 ? packed_->first_copy + split_ : 0) * grad.cells;
         for (int i = 0; i < n; i++) slope[i] = d_score[i] == 0 ? T(0) : d_score[i] * slope[i];
         int64_t cells[BLOCK_KEYS];
@@ -332,7 +301,7 @@ template <class T> class BackwardSplit {
         for (int64_t c = 0; c < columns_; c += NR<T>)
             for (int i = 0; i < blocks_; i++) {
                 Range keys = ranges_[i];
-                if (keys.from >= keys.to) continue;
+                if (keys.empty()) continue;
                 const T* d_s = d_s_ + int64_t(i) * MR * BLOCK_LD + offset_ + keys.from;
                 const T* k = static_cast<T*>(packed_->k_columns) + c * seq_->n_k + (k_begin_ + keys.from) * NR<T>;
                 T* d_q = d_q_of(g_) + (q_first_ + i * MR) * columns_ + c;

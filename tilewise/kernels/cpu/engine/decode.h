@@ -224,9 +224,7 @@ template <class T> class DecodeSplit {
         // 3 score
         if (!score_.empty()) {
             enter(score_, head, begin, n, s);
-            const T* value = score_.template at<T>(call_.score_at, 0, 0);
-            bool varies = score_.varies(call_.score_at);
-            for (int j = 0; j < n; j++) s[j] = value[varies ? j : 0];
+            score_.take(call_.score_at, 0, 0, n, s);
         }
         // 4 mask (PARTIAL tiles only)
         if (masked) {

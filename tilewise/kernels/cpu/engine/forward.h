@@ -1,9 +1,9 @@
 // The forward pass of one tile of queries: the seven steps of kernels/numpy/forward.py.
 #pragma once
+#include "mask.h"
 #include "pack.h"
 #include "paths.h"
 #include "product.h"
-#include "program.h"
 
 namespace {
 
@@ -130,41 +130,18 @@ template <class T> class ForwardTile {
         if (!score_.empty()) score_.enter_keys(begin, int(end - begin));
         for (int row = 0; row < n_q_; row += ROWS) {
             int rows = smaller(ROWS, n_q_ - row);
-            int64_t from = begin, to = end;
-            if (masked && !find_counting(row, rows, begin, from, to)) continue;
-            scores(row, rows, begin, from, to, masked);
+            Range keys = {0, int(end - begin)};
+            if (masked) keys = counting_keys<MAX_KEYS>(mask_, call_.mask_at, row, rows, keys.to, counts_);
+            if (keys.empty()) continue;
+            scores(row, rows, begin, keys, masked);
             softmax(row, rows);
-            weigh(row, rows, from, to);
+            weigh(row, rows, begin + keys.from, begin + keys.to);
         }
     }
 
-    // Which keys count for these rows: counts_, and the range outside of which none does. The mask needs no scores, so
-    // it comes before them, and panels without a key that counts are not computed.
-    bool find_counting(int row, int rows, int64_t begin, int64_t& from, int64_t& to) {
-        int n = int(to - from);
-        uint8_t any[MAX_KEYS] = {};
-        for (int r = 0; r < rows; r++) {
-            uint8_t* counts = counts_ + r * MAX_KEYS;
-            for (int j = 0; j < n; j += LANES) {
-                int m = smaller(LANES, n - j);
-                mask_.enter_scores(row + r, j, m, nullptr);
-                const Int<T>* holds = mask_.template at<Int<T>>(call_.mask_at, row + r, j);
-                if (mask_.varies(call_.mask_at))
-                    for (int i = 0; i < m; i++) counts[j + i] = uint8_t(holds[i]);
-                else
-                    memset(counts + j, int(*holds), size_t(m));
-            }
-            for (int j = 0; j < n; j++) any[j] |= counts[j];
-        }
-        int lo = 0, hi = n;
-        while (lo < hi && !any[lo]) lo++;
-        while (hi > lo && !any[hi - 1]) hi--;
-        from = begin + lo;
-        to = begin + hi;
-        return lo < hi;
-    }
-
-    void scores(int row, int rows, int64_t begin, int64_t from, int64_t to, bool masked) {
+    // Of some keys of the chunk that begins there.
+    void scores(int row, int rows, int64_t begin, Range keys, bool masked) {
+        int64_t from = begin + keys.from, to = begin + keys.to;
         int64_t first = from / NR<T> * NR<T>;  // panels are whole; what they have outside [from, to) does not count
         offset_ = int(from - first);
         width_ = int(round_up(to - first, NR<T>));
@@ -185,12 +162,9 @@ template <class T> class ForwardTile {
         for (int r = 0; r < rows; r++) {
             T* s = s_ + r * LD;
             // 3 score
-            if (!score_.empty()) apply_score(row + r, int(from - begin), int(to - from), s + offset_);
+            if (!score_.empty()) apply_score(row + r, keys.from, keys.to - keys.from, s + offset_);
             // 4 mask (PARTIAL tiles only)
-            if (masked) {
-                const uint8_t* counts = counts_ + r * MAX_KEYS + (from - begin) - offset_;
-                for (int j = offset_; j < int(to - first); j++) s[j] = counts[j] ? s[j] : -INF<T>;
-            }
+            if (masked) hide(counts_ + r * MAX_KEYS + keys.from, keys.to - keys.from, s + offset_);
             for (int j = 0; j < offset_; j++) s[j] = -INF<T>;
             for (int j = int(to - first); j < width_; j++) s[j] = -INF<T>;
             for (int j = 0; j < width_; j += VL<T>) largest_[r] = vmax(largest_[r], load(s + j));
@@ -201,11 +175,7 @@ template <class T> class ForwardTile {
         for (int done = 0; done < n; done += LANES) {
             int m = smaller(LANES, n - done);
             score_.enter_scores(row, j + done, m, s + done);
-            const T* value = score_.template at<T>(call_.score_at, row, j + done);
-            if (score_.varies(call_.score_at))
-                memmove(s + done, value, size_t(m) * sizeof(T));
-            else
-                for (int i = 0; i < m; i++) s[done + i] = *value;
+            score_.take(call_.score_at, row, j + done, m, s + done);
         }
     }
 

@@ -301,6 +301,22 @@ template <class T> class Interpreter {
     template <class V> const V* at(int reg, int row, int j) const {
         return static_cast<const V*>(operand(reg, EVERYWHERE, row, j));
     }
+    // The same, one number for each of n scores. It may be the scores themselves that are taken, where they are.
+    void take(int reg, int row, int j, int n, T* to) const {
+        const T* value = at<T>(reg, row, j);
+        if (varies(reg))
+            memmove(to, value, size_t(n) * sizeof(T));
+        else
+            for (int i = 0; i < n; i++) to[i] = *value;
+    }
+    // A condition: 1 where it holds.
+    void take(int reg, int row, int j, int n, uint8_t* to) const {
+        const Int<T>* holds = at<Int<T>>(reg, row, j);
+        if (varies(reg))
+            for (int i = 0; i < n; i++) to[i] = uint8_t(holds[i]);
+        else
+            memset(to, int(*holds), size_t(n));
+    }
     // The cells of `grid` that a load reads at n of those scores; one, if it reads the same for all of them.
     void cells(int load, const Slot& grid, int row, int j, int n, int64_t* to) const {
         Index<T> index[MAX_RANK];
