@@ -14,7 +14,7 @@ template <class T> size_t lay_out_backward(const BackwardCall& call, PackedBackw
     const Call& f = call.forward;
     const Sequence& seq = *packed.sequence;
     Scratch room(memory);
-    int64_t keys = round_up(seq.n_k, NR<T>), rows = round_up(seq.n_q, MR), group = f.heads / f.heads_k;
+    int64_t keys = round_up(seq.n_k, NR<T>), rows = round_up(seq.n_q, MR), group = group_of(f);
     int64_t columns = padded_columns<T>(f.d), columns_v = padded_columns<T>(f.d_v);
     packed.k = room.take<T>(keys * f.d);
     packed.v = room.take<T>(keys * f.d_v);
@@ -67,7 +67,7 @@ template <class T, class Stored>
 void pack_backward_queries(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end, void* scratch) {
     const Call& f = call.forward;
     const Sequence& seq = *packed.sequence;
-    int64_t h = packed.hk * (f.heads / f.heads_k) + g, rows = round_up(seq.n_q, MR), first = seq.q_begin + begin;
+    int64_t h = packed.hk * group_of(f) + g, rows = round_up(seq.n_q, MR), first = seq.q_begin + begin;
     const Stored* q = row_of<Stored>(f.q, packed.b, h, first);
     const Stored* d_out = row_of<Stored>(call.d_out, packed.b, h, first);
     T* room = static_cast<T*>(scratch);
@@ -111,7 +111,7 @@ template <class T> class BackwardSplit {
         packed_ = &packed;
         seq_ = packed.sequence;
         split_ = split;
-        group_ = f_.heads / f_.heads_k;
+        group_ = group_of(f_);
         rows_ = round_up(seq_->n_q, MR);
         memset(d_q_of(0), 0, size_t(group_ * rows_ * columns_) * sizeof(T));
         int64_t tiles = (seq_->n_k + f_.tile_k - 1) / f_.tile_k;
@@ -339,7 +339,7 @@ void backward_split(const BackwardCall& call, const PackedBackward& packed, int6
 template <class T, class Stored>
 void sum_splits(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
     const Call& f = call.forward;
-    int64_t rows = round_up(packed.sequence->n_q, MR), columns = padded_columns<T>(f.d), group = f.heads / f.heads_k;
+    int64_t rows = round_up(packed.sequence->n_q, MR), columns = padded_columns<T>(f.d), group = group_of(f);
     for (int64_t r = begin; r < end; r++) {
         Stored* to = mutable_row_of<Stored>(call.d_q, packed.b, packed.hk * group + g, packed.sequence->q_begin + r);
         T* sum = static_cast<T*>(packed.d_q) + (g * rows + r) * columns;

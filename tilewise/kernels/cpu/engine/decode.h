@@ -103,7 +103,7 @@ template <class T> int64_t partial_size(const Call& call) { return 2 + round_up(
 template <class T> class DecodeSplit {
    public:
     DecodeSplit(const Call& call, Scratch& scratch)
-        : call_(call), group_(call.heads / call.heads_k), d_(int(round_up(call.d, VL<T>))),
+        : call_(call), group_(group_of(call)), d_(int(round_up(call.d, VL<T>))),
           d_v_(int(round_up(call.d_v, VL<T>))), mask_(call.mask, 1, DECODE_KEYS, scratch),
           score_(call.score, 1, DECODE_KEYS, scratch) {
         q_ = scratch.take<T>(group_ * d_);
@@ -268,7 +268,7 @@ template <class T> size_t decode_scratch(const Call& call) {
     return count.used();
 }
 template <class T> size_t decode_partial_bytes(const Call& call) {
-    return sizeof(T) * size_t(call.heads / call.heads_k) * size_t(partial_size<T>(call));
+    return sizeof(T) * size_t(group_of(call)) * size_t(partial_size<T>(call));
 }
 template <class T, class Stored>
 void decode_split(const Call& call, const Packed& head, int64_t begin, int64_t end, void* partials, void* scratch) {
@@ -279,7 +279,7 @@ void decode_split(const Call& call, const Packed& head, int64_t begin, int64_t e
 // The splits of one key head, merged in their order.
 template <class T, class Stored>
 void decode_merge(const Call& call, const Packed& head, int64_t splits, void* partials) {
-    int64_t group = call.heads / call.heads_k, size = partial_size<T>(call);
+    int64_t group = group_of(call), size = partial_size<T>(call);
     for (int64_t g = 0; g < group; g++) {
         const T* first = static_cast<T*>(partials) + g * size;
         T row_max = -INF<T>, row_sum = 0;

@@ -92,6 +92,9 @@ struct Call {
     const void* sinks;          // (heads,) of the type computed with, or null
 };
 
+// Query heads that share a key head. Static: the objects of all instruction sets have their own.
+static inline int64_t group_of(const Call& call) { return call.heads / call.heads_k; }
+
 struct BackwardCall {
     Call forward;
     Array d_out, delta, d_q, d_k, d_v;  // delta: as lse, -d_lse when it comes in

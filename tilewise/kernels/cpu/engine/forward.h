@@ -30,16 +30,11 @@ template <class T> T* mutable_row_of(const Array& x, int64_t b, int64_t h, int64
 
 // -- keys and values, packed once and read by every tile of queries ---------------------------------------------------
 
-template <class T> size_t packed_bytes(const Call& call, int64_t n_k) {
-    Scratch count(nullptr);
-    count.take<T>(round_up(n_k, NR<T>) * call.d);
-    count.take<T>(n_k * padded_columns<T>(call.d_v));
-    return count.used();
-}
-template <class T> void lay_out(const Call& call, Packed& packed, void* memory) {
+template <class T> size_t lay_out(const Call& call, Packed& packed, void* memory) {
     Scratch room(memory);
     packed.k = room.take<T>(round_up(packed.sequence->n_k, NR<T>) * call.d);
     packed.v = room.take<T>(packed.sequence->n_k * padded_columns<T>(call.d_v));
+    return room.used();
 }
 template <class T> size_t pack_scratch(const Call& call) { return sizeof(T) * size_t(NR<T>) * size_t(call.d); }
 
