@@ -45,6 +45,7 @@ def backward(
     """Gradients of sum(out * d_out) + sum(lse * d_lse); extra memory is O(N)."""
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
+    # 0 delta = sum(d_out * out) - d_lse
     delta = np.empty(saved.lse.shape, dtype)
     for b, h in np.ndindex(shape.batch, shape.heads):
         delta[b, h] = np.sum(arrays.widen(d_out[b, h], dtype) * arrays.widen(saved.out[b, h], dtype), axis=-1)

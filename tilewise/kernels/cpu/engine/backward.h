@@ -45,24 +45,6 @@ void pack_backward_keys(const BackwardCall& call, const PackedBackward& packed, 
     pack_columns(k, f.k.row, end - begin, int(f.d), seq.n_k, T(f.scale), columns + begin * NR<T>);
 }
 
-constexpr int DELTA_ROWS = 8;
-
-// to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
-// a time, as one sum alone would wait for itself.
-template <class T, class Stored>
-void add_products(const Stored* a, int64_t ld_a, const Stored* b, int64_t ld_b, int rows, int d, T* to) {
-    T sums[DELTA_ROWS] = {};
-    if (rows == DELTA_ROWS)
-        for (int c = 0; c < d; c++)
-#pragma GCC unroll 8
-            for (int r = 0; r < DELTA_ROWS; r++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
-    else
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < d; c++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
-    for (int r = 0; r < rows; r++) to[r] += sums[r];
-}
-
-// Also delta = sum(d_out * out) - d_lse of each row; the caller has put -d_lse there.
 template <class T, class Stored>
 void pack_backward_queries(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end, void* scratch) {
     const Call& f = call.forward;
@@ -85,11 +67,38 @@ void pack_backward_queries(const BackwardCall& call, const PackedBackward& packe
         for (int64_t c = 0; c < columns_v; c += NR<T>)
             memset(d_out_columns + c * rows + end * NR<T>, 0, size_t((rows - end) * NR<T>) * sizeof(T));
     }
+}
+
+// -- delta ------------------------------------------------------------------------------------------------------------
+
+constexpr int DELTA_ROWS = 8;
+
+// to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
+// a time, as one sum alone would wait for itself.
+template <class T, class Stored>
+void add_products(const Stored* a, int64_t ld_a, const Stored* b, int64_t ld_b, int rows, int d, T* to) {
+    T sums[DELTA_ROWS] = {};
+    if (rows == DELTA_ROWS)
+        for (int c = 0; c < d; c++)
+#pragma GCC unroll 8
+            for (int r = 0; r < DELTA_ROWS; r++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
+    else
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < d; c++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
+    for (int r = 0; r < rows; r++) to[r] += sums[r];
+}
+
+// 0 delta = sum(d_out * out) - d_lse of each row; the caller has put -d_lse there.
+template <class T, class Stored>
+void add_delta(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
+    const Call& f = call.forward;
+    int64_t h = packed.hk * group_of(f) + g, first = packed.sequence->q_begin;
     T* delta = mutable_row_of<T>(call.delta, packed.b, h, first);
-    for (int64_t r = 0; r < end - begin; r += DELTA_ROWS) {
-        int have = int(smaller<int64_t>(DELTA_ROWS, end - begin - r));
-        add_products(row_of<Stored>(f.out, packed.b, h, first + r), f.out.row, d_out + r * call.d_out.row, call.d_out.row,
-                     have, int(f.d_v), delta + r);
+    for (int64_t r = begin; r < end; r += DELTA_ROWS) {
+        const Stored* out = row_of<Stored>(f.out, packed.b, h, first + r);
+        const Stored* d_out = row_of<Stored>(call.d_out, packed.b, h, first + r);
+        int rows = int(smaller<int64_t>(DELTA_ROWS, end - r));
+        add_products(out, f.out.row, d_out, call.d_out.row, rows, int(f.d_v), delta + r);
     }
 }
 
@@ -238,13 +247,13 @@ template <class T> class BackwardSplit {
         weights(n, lse, delta, p, d_s);
         for (int i = 0; i < call_.n_grads; i++) add_to_array(call_.grads[i], row, keys.from, n, d_s);
         if (call_.slope_at < 0) return;
-        // A key of weight 0 passes nothing on, whatever its slope.
+        // 6 d_s = d_score * slope; a key of weight 0 passes nothing on, whatever its slope
         score_.take(call_.slope_at, row, keys.from, n, plain_);
         for (int j = 0; j < n; j++) d_s[j] = d_s[j] == 0 ? T(0) : d_s[j] * plain_[j];
     }
 
     // 5 p, from the lse that forward saved
-    // 6 d_score
+    // 6 d_score = p * (d_p - delta)
     void weights(int n, T lse, T delta, T* p, T* d_s) const {
         const T shift = lse == -INF<T> ? T(0) : lse;
         int j = 0;
@@ -260,7 +269,7 @@ template <class T> class BackwardSplit {
         }
     }
 
-    // grad[cell] += d_score * slope
+    // 6 grad[cell] += d_score * slope
     void add_to_array(const ArrayGrad& grad, int row, int j, int n, const T* d_score) {
         T slope[BLOCK_KEYS];
         score_.take(grad.slope, row, j, n, slope);
@@ -277,7 +286,7 @@ template <class T> class BackwardSplit {
         }
     }
 
-    // d_v += p.T @ d_out, d_k += d_s.T @ q
+    // 6 d_v += p.T @ d_out, d_k += d_s.T @ q
     void add_keys() {
         for (int j = 0; j < n_k_; j += MR) {
             int first = blocks_, last = 0;  // the blocks of rows in which one of these keys counts
@@ -296,7 +305,7 @@ template <class T> class BackwardSplit {
         }
     }
 
-    // d_q += d_s @ k
+    // 6 d_q += d_s @ k
     void add_queries() {
         for (int64_t c = 0; c < columns_; c += NR<T>)
             for (int i = 0; i < blocks_; i++) {

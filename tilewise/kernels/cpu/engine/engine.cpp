@@ -289,6 +289,7 @@ void do_task(const Path& path, const BackwardCall& call, const PackedBackward& h
             break;
         case Step::PACK_QUERIES:
             path.pack_backward_queries(call, head, task.g, task.begin, task.end, room);
+            path.add_delta(call, head, task.g, task.begin, task.end);  // while d_out is in cache
             progress.unpacked--;
             break;
         case Step::SPLIT:

@@ -36,6 +36,7 @@ struct Path {
     size_t (*pack_backward_scratch)(const BackwardCall&);
     void (*pack_backward_keys)(const BackwardCall&, const PackedBackward&, int64_t begin, int64_t end, void* scratch);
     void (*pack_backward_queries)(const BackwardCall&, const PackedBackward&, int64_t g, int64_t begin, int64_t end, void* scratch);
+    void (*add_delta)(const BackwardCall&, const PackedBackward&, int64_t g, int64_t begin, int64_t end);
     size_t (*backward_scratch)(const BackwardCall&);
     void (*backward)(const BackwardCall&, const PackedBackward&, int64_t split, void* scratch, const Pause&);
     double (*multiply_add)(bool is_double, int64_t rounds);  // on registers alone; returns how many operations
