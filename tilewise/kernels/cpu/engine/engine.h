@@ -1,4 +1,5 @@
-// What crosses from Python to the engine: plain structures, filled in by ../marshal.py in the same order.
+// What crosses from Python to the engine: plain structures. ../structs.py has them once more, field by field in the same
+// order, and ../ops.py the operations; ../marshal.py fills them in.
 #pragma once
 #include <stdint.h>
 
@@ -24,7 +25,7 @@ struct Sequence {
     int64_t q_begin, k_begin;  // rows of the arrays
     int64_t n_q, n_k;
     int64_t first_batch, origin_q, origin_k, total_q, total_k, packed_q, packed_k;  // as in Shape
-    int64_t splits;  // of the keys: each is a task of the backward pass or of decoding
+    int64_t splits;  // of the keys: each is a task of the backward pass
     Runs by_query, by_key;
 };
 
