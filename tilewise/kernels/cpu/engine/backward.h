@@ -73,6 +73,23 @@ void pack_backward_queries(const BackwardCall& call, const PackedBackward& packe
 
 constexpr int DELTA_ROWS = 8;
 
+// a * b + c as the micro-kernel rounds it: once, where the processor fuses the two. Said by name, since whether a
+// compiler fuses them in a loop like the one below depends on how it vectorises that.
+INLINE float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+INLINE double fused(double a, double b, double c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 // to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
 // a time, as one sum alone would wait for itself.
 template <class T, class Stored>
@@ -81,10 +98,10 @@ void add_products(const Stored* a, int64_t ld_a, const Stored* b, int64_t ld_b, 
     if (rows == DELTA_ROWS)
         for (int c = 0; c < d; c++)
 #pragma GCC unroll 8
-            for (int r = 0; r < DELTA_ROWS; r++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
+            for (int r = 0; r < DELTA_ROWS; r++) sums[r] = fused(T(widened(b[r * ld_b + c])), T(widened(a[r * ld_a + c])), sums[r]);
     else
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < d; c++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
+            for (int c = 0; c < d; c++) sums[r] = fused(T(widened(b[r * ld_b + c])), T(widened(a[r * ld_a + c])), sums[r]);
     for (int r = 0; r < rows; r++) to[r] += sums[r];
 }
 
