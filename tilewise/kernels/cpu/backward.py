@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -36,16 +37,16 @@ def backward(
     """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
-    d_q, d_k, d_v = (np.empty_like(x, order="C") for x in (q, k, v))
     if arrays.dtype_name(d_out) != shape.dtype:
-        d_out = arrays.narrow(arrays.widen(d_out, dtype), shape.dtype)
+        return _widened(spec, q, k, v, saved, d_out, d_lse, tile)
+    d_q, d_k, d_v = (np.empty_like(x, order="C") for x in (q, k, v))
     delta = np.zeros(saved.lse.shape, dtype)  # the engine adds to it
     if d_lse is not None:
         delta -= arrays.widen(d_lse, dtype)
     marshal = Marshal(spec, shape, tile)
     call = structs.BackwardCall(
         marshal.forward(q, k, v, saved.out, saved.lse, backward=True),
-        marshal.array(d_out), marshal.array(delta), marshal.array(d_q), marshal.array(d_k), marshal.array(d_v),
+        marshal.array(d_out), *(marshal.output(x) for x in (delta, d_q, d_k, d_v)),
         slope_at=-1,
     )  # fmt: skip
     totals = _score(spec, shape, marshal, call)
@@ -55,6 +56,18 @@ def backward(
         None if spec.sinks is None else d_sinks(spec.sinks, saved.lse, delta),
         tuple(_finished(totals[id(x.array)], x.array) for x in spec.wanted),
     )  # fmt: skip
+
+
+def _widened(
+    spec: Attention, q: Array, k: Array, v: Array, saved: Partial, d_out: Array, d_lse: Array | None, tile: Tile
+) -> Grads:
+    """The engine takes one type for all: with another d_out, the one computed with, so that no number of it is lost."""
+    stored = arrays.dtype_name(q)
+    dtype = arrays.compute_dtype(stored)
+    q, k, v, out, d_out = (arrays.widen(x, dtype) for x in (q, k, v, saved.out, d_out))
+    grads = backward(spec, q, k, v, Partial(out, saved.lse), d_out, d_lse, tile)
+    d_q, d_k, d_v = (arrays.narrow(x, stored) for x in (grads.q, grads.k, grads.v))
+    return replace(grads, q=d_q, k=d_k, v=d_v)
 
 
 class _Read(NamedTuple):
