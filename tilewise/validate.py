@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays, schedule, variants
-from tilewise.expr import BOOL, Expr, as_float, nodes, variables
+from tilewise.expr import BOOL, Expr, as_float
 from tilewise.sharing import lazy
 from tilewise.spec import Attention, Lengths, Shape
+from tilewise.walking import nodes, variables
 
 MAX_HEAD_DIM = 512
 PACKED = 0

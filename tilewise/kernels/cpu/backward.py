@@ -13,12 +13,13 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import ONE, ZERO, score_slopes
-from tilewise.expr import Expr, S, remembered
+from tilewise.expr import Expr, S
 from tilewise.kernels.cpu import library, structs
 from tilewise.kernels.cpu.marshal import Marshal, splits
 from tilewise.kernels.cpu.ops import Assembler, Bytecode
 from tilewise.softmax import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+from tilewise.walking import remembered
 
 _PRIVATE_CELLS = 1 << 21  # of all tasks together: up to here each task has sums of its own
 

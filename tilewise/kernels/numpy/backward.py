@@ -14,12 +14,13 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import ONE, score_slopes
-from tilewise.expr import Expr, S, evaluate
+from tilewise.expr import Expr, S
 from tilewise.kernels.numpy.forward import positions
 from tilewise.kernels.numpy.ops import clamp, numpy_ops
 from tilewise.schedule import Kind, Plan, plan
 from tilewise.softmax import d_sinks, finite
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+from tilewise.walking import evaluate
 
 
 @dataclass(frozen=True, eq=False)
