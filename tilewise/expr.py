@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import numpy as np
@@ -257,6 +258,19 @@ def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None) -> Ex
         if node is None:
             node = _interned[key] = _new_node(op, args, kind, payload)
         return node
+
+
+def keep(expr: Expr) -> None:
+    """Hold a call's expression for some calls, as one that is built anew for each: it is then made of the same nodes,
+    and what was found out about them (its program, its text) is still known. Not if it reads a caller's array, or a
+    tensor of torch.compile's, which would be held as well."""
+    if not arrays.compiling() and all(slot.constant and isinstance(slot.array, np.ndarray) for slot in loads(expr)):
+        _hold(expr)
+
+
+@lru_cache(maxsize=64)
+def _hold(expr: Expr) -> None:
+    """Nothing to compute: a cache holds what it was asked for last."""
 
 
 def _new_node(op: str, args: tuple[Expr, ...], kind: str, payload: Any) -> Expr:
