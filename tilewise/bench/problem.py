@@ -11,7 +11,7 @@ import numpy as np
 
 from tilewise import arrays, schedule, validate
 from tilewise.arrays import Array
-from tilewise.expr import Expr, evaluate, variables
+from tilewise.expr import Expr
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.schedule import Kind, itemsize
 from tilewise.spec import Attention, Shape, Tile
@@ -22,6 +22,7 @@ from tilewise.variants.document import document
 from tilewise.variants.prefix import prefix
 from tilewise.variants.softcap import softcap
 from tilewise.variants.window import window
+from tilewise.walking import evaluate, variables
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 WINDOW = 256

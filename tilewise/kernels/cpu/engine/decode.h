@@ -139,7 +139,7 @@ template <class T> int64_t partial_size(const Call& call) { return 2 + round_up(
 template <class T> class DecodeSplit {
    public:
     DecodeSplit(const Call& call, Scratch& scratch)
-        : call_(call), group_(call.heads / call.heads_k), d_(int(round_up(call.d, VL<T>))),
+        : call_(call), group_(group_of(call)), d_(int(round_up(call.d, VL<T>))),
           d_v_(int(round_up(call.d_v, VL<T>))), mask_(call.mask, 1, DECODE_KEYS, scratch),
           score_(call.score, 1, DECODE_KEYS, scratch) {
         q_ = scratch.take<T>(group_ * d_);
@@ -317,13 +317,11 @@ template <class T> class DecodeSplit {
     template <int G> void run_programs(Few<G, T> few, int g, const Batch& batch) {
         T* s = s_ + few.first * DECODE_KEYS + g * few.KEYS;
         for (int j = 0; j < batch.n; j++) row_[j] = s[lane_of<G, T>(j)];
-        Place2D head = {head_->sequence, head_->b, head_->hk * group_ + few.first + g, head_->hk};
+        QueryHead head = {head_->sequence, head_->b, head_->hk * group_ + few.first + g, head_->hk};
         // 3 score
         if (!score_.empty()) {
             enter(score_, head, batch, row_);
-            const T* value = score_.template at<T>(call_.score_at, 0, 0);
-            bool varies = score_.varies(call_.score_at);
-            for (int j = 0; j < batch.n; j++) row_[j] = value[varies ? j : 0];
+            score_.take(call_.score_at, 0, 0, batch.n, row_);
         }
         // 4 mask (PARTIAL tiles only)
         if (batch.masked) {
@@ -334,17 +332,17 @@ template <class T> class DecodeSplit {
         }
         for (int j = 0; j < batch.n; j++) s[lane_of<G, T>(j)] = row_[j];
     }
-    static void enter(Machine<T>& machine, const Place2D& head, const Batch& batch, const T* s) {
-        machine.enter(head);
-        machine.enter_queries(0, 1);
-        machine.enter_keys(batch.begin, batch.n);
-        machine.enter_scores(0, 0, batch.n, s);
+    static void enter(Interpreter<T>& interpreter, const QueryHead& head, const Batch& batch, const T* s) {
+        interpreter.enter(head);
+        interpreter.enter_queries(0, 1);
+        interpreter.enter_keys(batch.begin, batch.n);
+        interpreter.enter_scores(0, 0, batch.n, s);
     }
 
     const Call& call_;
     const int64_t group_;
     const int d_, d_v_;
-    Machine<T> mask_, score_;
+    Interpreter<T> mask_, score_;
     T *q_, *acc_, *s_, *row_max_, *row_sum_, *rescale_, *rows_, *row_;
     const Packed* head_ = nullptr;
 };
@@ -355,7 +353,7 @@ template <class T> size_t decode_scratch(const Call& call) {
     return count.used();
 }
 template <class T> size_t decode_partial_bytes(const Call& call) {
-    return sizeof(T) * size_t(call.heads / call.heads_k) * size_t(partial_size<T>(call));
+    return sizeof(T) * size_t(group_of(call)) * size_t(partial_size<T>(call));
 }
 template <class T, class Stored>
 void decode_split(const Call& call, const Packed& head, int64_t begin, int64_t end, void* partials, void* scratch) {
@@ -366,7 +364,7 @@ void decode_split(const Call& call, const Packed& head, int64_t begin, int64_t e
 // The splits of one key head, merged in their order.
 template <class T, class Stored>
 void decode_merge(const Call& call, const Packed& head, int64_t splits, void* partials) {
-    int64_t group = call.heads / call.heads_k, size = partial_size<T>(call);
+    int64_t group = group_of(call), size = partial_size<T>(call);
     for (int64_t g = 0; g < group; g++) {
         const T* first = static_cast<T*>(partials) + g * size;
         T row_max = -INF<T>, row_sum = 0;
