@@ -42,7 +42,9 @@ def made_up(name: str, ratio: Ratio = lambda cell: 2.0, **changed: Any) -> dict[
             times = dict.fromkeys(("median_ms", "min_ms", "p10_ms", "p90_ms"), seconds * 1e3)
             record.update(times, repetitions=3, gflops=flops / seconds / 1e9, error=1e-7, extra_bytes=None)
             if cell.n_q == 1:
-                record.update(roofline.reading(cell, seconds, [PLAIN_READ], CACHE))
+                record.update(
+                    roofline.reading(cell, seconds, [roofline.PlainRead.beside(cell, [seconds], PLAIN_READ)], CACHE)
+                )
             if suite.SECTIONS[name].memory:
                 record["extra_bytes"] = 1000 * cell.n_q
             records.append({**record, **(changed if contestant.ours else {})})
@@ -244,7 +246,7 @@ def test_the_summary_marks_what_is_met() -> None:
 def test_without_the_library_limits_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "LIBRARY", "tilewise.kernels.nothing.library")
     assert roofline.measured(2) == roofline.UNKNOWN
-    record = {"dtype": "float32", "gflops": 50.0, "read_gbs": None, "plain_read_gbs": None}
+    record = {"dtype": "float32", "gflops": 50.0, "read_gbs": None, "read_fraction": None}
     assert roofline.fractions(record, roofline.UNKNOWN) == {"fraction": None, "read_fraction": None}
 
 
@@ -255,7 +257,7 @@ def test_a_library_that_cannot_measure_says_why(variable: str, why: str, monkeyp
     monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
     monkeypatch.setenv(variable, "not built")
     assert roofline.measured(1) == roofline.Roof(unmeasured=why)
-    records = [{**r, "plain_read_gbs": None} for r in made_up("decode")["records"]]
+    records = [{**r, "read_fraction": None} for r in made_up("decode")["records"]]
     results = run.results(records, {"section": "decode"}, {}, roofline.measured(1))
     assert results["records"][0]["read_fraction"] is None and f"not measured: {why}" in report.summary(
         {"decode": results}
@@ -266,9 +268,9 @@ def test_limits_are_measured_with_the_contestants_threads(monkeypatch: pytest.Mo
     monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
     roof = roofline.measured(3)
     assert roof == roofline.Roof(peak_gflops=3.0, read_gbs=4.0)  # the best of several buffers
-    record = {"dtype": "float16", "gflops": 1.5, "read_gbs": 1.0, "plain_read_gbs": None}
+    record = {"dtype": "float16", "gflops": 1.5, "read_gbs": 1.0, "read_fraction": None}
     assert roofline.fractions(record, roof) == {"fraction": 0.5, "read_fraction": 0.25}
-    assert roofline.fractions({**record, "plain_read_gbs": 2.0}, roof)["read_fraction"] == 0.5
+    assert roofline.fractions({**record, "read_fraction": 0.5}, roof)["read_fraction"] == 0.5
     assert roofline.fractions({**record, "dtype": "float64"}, roof)["fraction"] is None
 
 
@@ -299,10 +301,21 @@ def test_tensors_on_the_cpu_are_the_arrays_that_are_read(dtype: str) -> None:
 
 def test_what_fits_the_cache_is_marked() -> None:
     cell = Cell("full", 1, 1024, 128, heads=8, heads_k=8)  # k and v: 8 MiB
-    found = [roofline.reading(cell, 1e-3, [1e9, 7e9, 2e9], cache) for cache in (8 << 20, 4 << 20, None)]
+    plain = [roofline.PlainRead(rate, share=0.5) for rate in (1e9, 7e9, 2e9)]
+    found = [roofline.reading(cell, 1e-3, plain, cache) for cache in (8 << 20, 4 << 20, None)]
     assert [(r["times_cache"], r["fits_cache"]) for r in found] == [(1.0, True), (2.0, False), (None, None)]
     assert found[0]["plain_read_gbs"] == 2.0 and found[0]["read_gbs"] == pytest.approx((8 << 20) / 1e6)
-    assert roofline.reading(cell, 1e-3, [], None)["plain_read_gbs"] is None
+    unknown = roofline.reading(cell, 1e-3, [], None)
+    assert unknown["plain_read_gbs"] is unknown["read_fraction"] is None
+
+
+def test_a_turn_is_compared_with_the_read_beside_it() -> None:
+    """Memory is twice as fast in the first turn as in the others, and so is the step: always half of a plain read."""
+    cell = Cell("full", 1, 1024, 128, heads=8, heads_k=8)
+    rates = (16e9, 8e9, 8e9)
+    plain = [roofline.PlainRead.beside(cell, [9.0, cell.key_bytes / (rate / 2), 0.0], rate) for rate in rates]
+    found = roofline.reading(cell, 1e-3, plain, None)
+    assert found["read_fraction"] == pytest.approx(0.5) and found["plain_read_gbs"] == 8.0
 
 
 def test_the_last_cache_is_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +351,7 @@ def test_the_suite_runs_and_writes_its_sections(
     read_bytes = 2 * 8 * 48 * 128 * 4
     assert ours["read_gbs"] == pytest.approx(read_bytes / ours["median_ms"] / 1e6)
     assert ours["plain_read_gbs"] == pytest.approx(1e4 * read_bytes / 1e9) and decode["machine"]["read_gbs"] == 4.0
-    assert ours["read_fraction"] == pytest.approx(ours["read_gbs"] / ours["plain_read_gbs"])
+    assert 0 < ours["read_fraction"] <= read_bytes / ours["min_ms"] / 1e6 / ours["plain_read_gbs"] * 1.001
     assert ours["fits_cache"] in (True, None) and memory["records"][0]["plain_read_gbs"] is None
     assert decode["machine"]["peak_gflops"] == 1.0 and decode["options"]["section"] == "decode"
     assert memory["records"][0]["extra_bytes"] > 0
