@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr int BATCH_KEYS = 16;    // read at a time; later heads of the group find them in L1
+constexpr int BATCH_KEYS = 16;    // read at a time by few heads; many have more to do with each than to wait for it
 constexpr int BATCHES_AHEAD = 2;  // are fetched where the processor has to be told to
 constexpr int DECODE_KEYS = 256;  // at a time where a program runs on their scores, for a program costs much to start
 
@@ -186,7 +186,7 @@ template <class T> class DecodeSplit {
             int64_t from = larger(begin, runs.table[i][0] * call_.tile_k);
             int64_t to = smaller(end, runs.table[i][1] * call_.tile_k);
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
-            const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : BATCH_KEYS;
+            const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : heads > 4 ? 4 * BATCH_KEYS : BATCH_KEYS;
             for (; from < to; from += keys) {
                 Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked, from + BATCHES_AHEAD * keys >= to};
                 score<Stored>(batch);
