@@ -32,6 +32,7 @@ from tilewise.cli.terminal import progress
 from tilewise.dispatch import Kernel
 
 MOST_FAILURES = 10
+MOST_LUCK, LUCK_SPARES = 0.05, 5  # the share of results that may need the bound of rounding, once there are some
 PATIENCE = 120.0  # seconds for one case, after which it is taken to hang
 ENVIRONMENT = ("TILEWISE_CPU_ISA", "OMP_NUM_THREADS")  # what a replay needs as well
 _fork = multiprocessing.get_context("fork")  # kernels need not be picklable; nothing has been computed before
@@ -140,7 +141,8 @@ class Report:
 
     cases: int = 0
     backward: int = 0
-    lucky: int = 0
+    results: Counter[str] = field(default_factory=Counter)
+    lucky: Counter[str] = field(default_factory=Counter)
     worst: tuple[float, int] = (0.0, 0)  # error as a share of its limit, and the seed
     dtypes: Counter[str] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
@@ -154,6 +156,7 @@ class Report:
     def add(self, seed: int, verdict: Verdict) -> None:
         self.cases += 1
         self.backward += verdict.backward
+        self.results += verdict.results
         self.lucky += verdict.lucky
         self.worst = max(self.worst, (verdict.ratio, seed))
         self.dtypes[verdict.dtype] += 1
@@ -169,6 +172,17 @@ class Report:
     def rate(self) -> float:
         return self.cases / max(time.monotonic() - self.began, 1e-9)
 
+    @property
+    def too_lucky(self) -> str | None:
+        """Which results were beyond the contract's limit too often for luck: each within what rounding can do, and yet
+        a kernel that rounds more than the contract has it."""
+        often = [x for x, n in self.lucky.items() if n > LUCK_SPARES and n > MOST_LUCK * self.results[x]]
+        return None if not often else f"beyond the contract's limit more often than by luck: {', '.join(often)}"
+
+    def _luck(self) -> str:
+        told = (f"{name} {count:,} of {self.results[name]:,}" for name, count in self.lucky.most_common())
+        return ", ".join(told) or "none"
+
     def progress(self, total: int) -> str:
         return f"{self.cases:,} of {total:,} cases, {len(self.failures)} failures, {self.rate:.0f} a second"
 
@@ -183,7 +197,7 @@ class Report:
             f"  variants: {_counts(self.variants)}",
             f"  redrawn, since their results would say nothing: {_counts(self.redrawn)}",
             f"  largest error: {ratio:.3f} of its limit (seed {seed})",
-            f"  results beyond the contract's limit but within the bound of rounding: {self.lucky:,}",
+            f"  results beyond the contract's limit but within the bound of rounding: {self._luck()}",
         ]
         if self.refused:
             lines += [f"  refused by the kernel, {count:,} times: {why}" for why, count in self.refused.most_common()]
@@ -211,7 +225,9 @@ def main(arguments: list[str] | None = None) -> int:
     for seed, failure in report.failures:
         print(f"FAILED: {failure}\n  again: {_replay(options, seed)}\n")
     print(report.summary())
-    return 1 if report.failures else 130 if report.interrupted else 0
+    if report.too_lucky is not None:
+        print(f"FAILED: {report.too_lucky}")
+    return 1 if report.failures or report.too_lucky else 130 if report.interrupted else 0
 
 
 def _replay(options: argparse.Namespace, seed: int) -> str:

@@ -17,9 +17,10 @@ from tilewise.kernels.cpu.engine import build
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIMES = {"address,undefined": "libasan.so", "thread": "libtsan.so"}
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter keeps memory until it ends
+    # The interpreter keeps memory until it ends; and a program may ask for more than there is, and expect to be told.
+    "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1",
     "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
-    "TSAN_OPTIONS": f"suppressions={ROOT / 'tests' / 'tsan.supp'}",
+    "TSAN_OPTIONS": f"suppressions={ROOT / 'tests' / 'tsan.supp'}:allocator_may_return_null=1:die_after_fork=0",
 }
 THREADS = {"OMP_NUM_THREADS": "4", "OPENBLAS_NUM_THREADS": "1"}  # ours must meet, whatever the machine has
 
@@ -50,7 +51,9 @@ def sanitized(sanitize: str, library: Path) -> tuple[list[str], dict[str, str]]:
     """What comes before a command, and its environment, so that it can load the library."""
     # libstdc++ too: AddressSanitizer looks for __cxa_throw when it starts, and Python alone does not have it.
     preload = f"{runtime(RUNTIMES[sanitize])} {runtime('libstdc++.so.6')}"
-    environment = os.environ | OPTIONS | THREADS | {"LD_PRELOAD": preload, "TILEWISE_LIBRARY": str(library)}
+    environment = os.environ | OPTIONS | THREADS | {
+        "LD_PRELOAD": preload, "TILEWISE_LIBRARY": str(library), "TILEWISE_SANITIZER": sanitize,
+    }  # fmt: skip
     return _without_random_addresses(), environment
 
 

@@ -42,7 +42,9 @@ def made_up(name: str, ratio: Ratio = lambda cell: 2.0, **changed: Any) -> dict[
             times = dict.fromkeys(("median_ms", "min_ms", "p10_ms", "p90_ms"), seconds * 1e3)
             record.update(times, repetitions=3, gflops=flops / seconds / 1e9, error=1e-7, extra_bytes=None)
             if cell.n_q == 1:
-                record.update(roofline.reading(cell, seconds, [PLAIN_READ], CACHE))
+                record.update(
+                    roofline.reading(cell, seconds, [roofline.PlainRead.beside(cell, [seconds], PLAIN_READ)], CACHE)
+                )
             if suite.SECTIONS[name].memory:
                 record["extra_bytes"] = 1000 * cell.n_q
             records.append({**record, **(changed if contestant.ours else {})})
@@ -70,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
 def test_the_sections_are_what_the_command_offers() -> None:
     assert tuple(suite.SECTIONS) == command.CPU_SECTIONS == tuple(targets._CHECKS)
     assert {name: len(section.cells) for name, section in suite.SECTIONS.items()} == {
-        "forward": 12, "half": 24, "training": 12, "decode": 16, "window": 5, "memory": 4,
+        "forward": 12, "half": 24, "training": 12, "decode": 24, "window": 5, "memory": 4,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cells)) == len(section.cells)
@@ -143,33 +145,36 @@ def test_decoding_is_judged_by_what_it_reads() -> None:
     target, of_8, of_16, cached = _shares(made_up("decode", lambda cell: 1.0))
     assert target.what.startswith("decode, groups up to 4:") and target.target == "at least 75%"
     assert target.value == pytest.approx(2 * 128 * 2 / 4 / 8 / 20) and target.met is True  # two bytes, groups of 4
-    assert target.note == "9 of 9 cells reach 75%; the least has 32% of the FMA peak"  # 4 * 128 operations in 8 ns
+    at_the_peak = "the least has 32% of the FMA peak, at which it would be"  # 4 * 128 operations in 8 ns
+    assert target.note == f"13 of 13 cells reach 75%; {at_the_peak} 250%"
     assert of_8.what.startswith("decode, groups of 8:") and of_16.what.startswith("decode, groups of 16:")
-    assert of_16.value == pytest.approx(2 * 128 * 4 / 16 / 8 / 20) and of_8.value == pytest.approx(2 * of_16.value)
-    assert of_16.note == "0 of 1 cells reach 75%; the least has 32% of the FMA peak"
+    assert of_16.value == pytest.approx(2 * 128 * 2 / 16 / 8 / 20) and of_8.value == pytest.approx(2 * of_16.value)
+    assert of_16.note == f"0 of 3 cells reach 75%; {at_the_peak} 62%"
     assert cached.what.startswith("decode, k and v within 2 caches:") and "5 of 5" in cached.note
-    assert of_8.met is of_16.met is cached.met is None  # told, not judged
+    assert of_8.met is of_16.met is False and cached.met is None  # told, not judged
 
 
 def _shares(results: dict[str, Any]) -> list[targets.Check]:
     return [check for what, check in values(results).items() if "share of the plain read rate" in what]
 
 
-def test_only_what_memory_limits_is_judged() -> None:
-    """One slow cell: in small groups beyond the cache it misses the target, elsewhere it is only told."""
+def test_only_what_comes_from_memory_is_judged() -> None:
+    """One slow cell: beyond the cache it misses its target, within it is only told."""
     for n_k, dtype, heads, met in (
         (32768, "float16", 32, False), (16384, "float16", 32, True), (8192, "float32", 32, True),
-        (32768, "float32", 8, False), (32768, "float32", 64, True), (32768, "float32", 128, True),
+        (32768, "float32", 8, False), (32768, "float32", 64, False), (32768, "float32", 128, False),
     ):  # fmt: skip
         slow = (n_k, dtype, heads)
         found = _shares(made_up("decode", lambda c, slow=slow: 0.01 if (c.n_k, c.dtype, c.heads) == slow else 8.0))
-        assert found[0].met is met, slow
-        assert sum(check.value < 0.1 for check in found) == 1 and (met or found[0].note.startswith("8 of 9 cells"))
+        (least,) = [check for check in found if check.value < 0.1]
+        assert (least.met is False) is not met and all(
+            check.met is not False for check in found if check is not least
+        ), slow
 
 
 def test_where_the_cache_is_unknown_every_cell_counts() -> None:
     results = made_up("decode", times_cache=None, fits_cache=None)
-    assert [check.note.split(" cells")[0] for check in _shares(results)] == ["14 of 14", "1 of 1", "1 of 1"]
+    assert [check.note.split(" cells")[0] for check in _shares(results)] == ["18 of 18", "3 of 3", "1 of 3"]
 
 
 def test_without_a_read_rate_nothing_is_proved() -> None:
@@ -177,7 +182,7 @@ def test_without_a_read_rate_nothing_is_proved() -> None:
     for r in results["records"]:
         r["read_fraction"] = None
     target = _shares(results)[0]
-    assert target.met is False and target.note == "9 of 9 cells have no number: the read rate was not measured"
+    assert target.met is False and target.note == "13 of 13 cells have no number: the read rate was not measured"
 
 
 def test_the_section_of_decoding_shows_both_limits() -> None:
@@ -241,7 +246,7 @@ def test_the_summary_marks_what_is_met() -> None:
 def test_without_the_library_limits_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "LIBRARY", "tilewise.kernels.nothing.library")
     assert roofline.measured(2) == roofline.UNKNOWN
-    record = {"dtype": "float32", "gflops": 50.0, "read_gbs": None, "plain_read_gbs": None}
+    record = {"dtype": "float32", "gflops": 50.0, "read_gbs": None, "read_fraction": None}
     assert roofline.fractions(record, roofline.UNKNOWN) == {"fraction": None, "read_fraction": None}
 
 
@@ -252,7 +257,7 @@ def test_a_library_that_cannot_measure_says_why(variable: str, why: str, monkeyp
     monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
     monkeypatch.setenv(variable, "not built")
     assert roofline.measured(1) == roofline.Roof(unmeasured=why)
-    records = [{**r, "plain_read_gbs": None} for r in made_up("decode")["records"]]
+    records = [{**r, "read_fraction": None} for r in made_up("decode")["records"]]
     results = run.results(records, {"section": "decode"}, {}, roofline.measured(1))
     assert results["records"][0]["read_fraction"] is None and f"not measured: {why}" in report.summary(
         {"decode": results}
@@ -263,9 +268,9 @@ def test_limits_are_measured_with_the_contestants_threads(monkeypatch: pytest.Mo
     monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
     roof = roofline.measured(3)
     assert roof == roofline.Roof(peak_gflops=3.0, read_gbs=4.0)  # the best of several buffers
-    record = {"dtype": "float16", "gflops": 1.5, "read_gbs": 1.0, "plain_read_gbs": None}
+    record = {"dtype": "float16", "gflops": 1.5, "read_gbs": 1.0, "read_fraction": None}
     assert roofline.fractions(record, roof) == {"fraction": 0.5, "read_fraction": 0.25}
-    assert roofline.fractions({**record, "plain_read_gbs": 2.0}, roof)["read_fraction"] == 0.5
+    assert roofline.fractions({**record, "read_fraction": 0.5}, roof)["read_fraction"] == 0.5
     assert roofline.fractions({**record, "dtype": "float64"}, roof)["fraction"] is None
 
 
@@ -291,15 +296,26 @@ def test_a_plain_read_is_of_the_arrays_that_are_attended_over(monkeypatch: pytes
 def test_tensors_on_the_cpu_are_the_arrays_that_are_read(dtype: str) -> None:
     pytest.importorskip("torch")
     k = Problem.make(Cell("full", 1, 16, 8, dtype)).k
-    assert as_tensor("cpu")(k).data_ptr() == k.ctypes.data
+    assert as_tensor("cpu")(k).data_ptr() == k.ctypes.data and k.ctypes.data % 64 == 0
 
 
 def test_what_fits_the_cache_is_marked() -> None:
     cell = Cell("full", 1, 1024, 128, heads=8, heads_k=8)  # k and v: 8 MiB
-    found = [roofline.reading(cell, 1e-3, [1e9, 7e9, 2e9], cache) for cache in (8 << 20, 4 << 20, None)]
+    plain = [roofline.PlainRead(rate, share=0.5) for rate in (1e9, 7e9, 2e9)]
+    found = [roofline.reading(cell, 1e-3, plain, cache) for cache in (8 << 20, 4 << 20, None)]
     assert [(r["times_cache"], r["fits_cache"]) for r in found] == [(1.0, True), (2.0, False), (None, None)]
     assert found[0]["plain_read_gbs"] == 2.0 and found[0]["read_gbs"] == pytest.approx((8 << 20) / 1e6)
-    assert roofline.reading(cell, 1e-3, [], None)["plain_read_gbs"] is None
+    unknown = roofline.reading(cell, 1e-3, [], None)
+    assert unknown["plain_read_gbs"] is unknown["read_fraction"] is None
+
+
+def test_a_turn_is_compared_with_the_read_beside_it() -> None:
+    """Memory is twice as fast in the first turn as in the others, and so is the step: always half of a plain read."""
+    cell = Cell("full", 1, 1024, 128, heads=8, heads_k=8)
+    rates = (16e9, 8e9, 8e9)
+    plain = [roofline.PlainRead.beside(cell, [9.0, cell.key_bytes / (rate / 2), 0.0], rate) for rate in rates]
+    found = roofline.reading(cell, 1e-3, plain, None)
+    assert found["read_fraction"] == pytest.approx(0.5) and found["plain_read_gbs"] == 8.0
 
 
 def test_the_last_cache_is_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,8 +337,8 @@ def test_the_suite_runs_and_writes_its_sections(
 ) -> None:
     monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
     monkeypatch.setattr(peers, "FROM_TORCH", ())  # which takes long to start
-    for name in ("decode", "memory"):
-        cells = tuple(replace(c, n_q=min(c.n_q, 48), n_k=48) for c in suite.SECTIONS[name].cells[:1])
+    for name, n in (("decode", 48), ("memory", 512)):  # memory of a small call comes from what was free already
+        cells = tuple(replace(c, n_q=min(c.n_q, n), n_k=n) for c in suite.SECTIONS[name].cells[:1])
         monkeypatch.setitem(suite.SECTIONS, name, replace(suite.SECTIONS[name], cells=cells))
     folder = tmp_path / "cpu"
     options = ["--kernel", "numpy", "--threads", "1", "--budget", "0.05", "--json", str(folder)]
@@ -335,7 +351,7 @@ def test_the_suite_runs_and_writes_its_sections(
     read_bytes = 2 * 8 * 48 * 128 * 4
     assert ours["read_gbs"] == pytest.approx(read_bytes / ours["median_ms"] / 1e6)
     assert ours["plain_read_gbs"] == pytest.approx(1e4 * read_bytes / 1e9) and decode["machine"]["read_gbs"] == 4.0
-    assert ours["read_fraction"] == pytest.approx(ours["read_gbs"] / ours["plain_read_gbs"])
+    assert 0 < ours["read_fraction"] <= read_bytes / ours["min_ms"] / 1e6 / ours["plain_read_gbs"] * 1.001
     assert ours["fits_cache"] in (True, None) and memory["records"][0]["plain_read_gbs"] is None
     assert decode["machine"]["peak_gflops"] == 1.0 and decode["options"]["section"] == "decode"
     assert memory["records"][0]["extra_bytes"] > 0
@@ -433,7 +449,7 @@ def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Pat
         assert "| training: geometric mean | 2.00x | at least 1.35x | ✓ |" in text
     assert "| float32 | causal | 8192 | 128 | " in text and "| 2.00x |" in text
     assert "| float32 | 65536 | 32 / 8 | " in text and " | 64.0 | 20.0 | 320% | 64% |" in text
-    assert " | 20.0 (cache) | " in text and "✓ 9 of 9 cells reach 75%; the least has" in text
+    assert " | 20.0 (cache) | " in text and "✓ 13 of 13 cells reach 75%; the least has" in text
     assert "| 16384 | 15.6 | 15.6 | 8,192 | 0.2% |" in text
     assert "![" not in text.split("## The CPU engine")[1]
     (folder / "forward.png").touch()

@@ -24,6 +24,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, /proc an
 
 ROOT = Path(__file__).parent.parent
 TIMEOUT = 120.0
+NOT_SANITIZED = {
+    "more_than_memory": "complains of it",
+    "little_memory": "needs much of its own",
+    "leaks": "keeps what was freed",
+    "fork_during_a_call": "has locks that do not survive a fork",
+    "data_loader": "does not understand PyTorch",
+}
 # NumPy's threads are its BLAS library's; what is about threads of a system's own needs the native engine.
 SYSTEMS = ("cpu", pytest.param("numpy", marks=pytest.mark.slow))
 
@@ -70,6 +77,8 @@ def _run(program: str, *arguments: str, **environment: str) -> None:
     ],
 )  # fmt: skip
 def test_program(kernel: str, program: str) -> None:
+    if program in NOT_SANITIZED and "TILEWISE_SANITIZER" in os.environ:
+        pytest.skip(f"a sanitizer {NOT_SANITIZED[program]}")
     _run(program, kernel)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -285,6 +286,24 @@ def test_a_dead_expression_leaves_nothing_behind():
         e = tw.load(np.full(2, i), Q)
         seen.add(int(value(e, Q=0)))
     assert seen == set(range(200))
+
+
+def test_an_expression_built_anew_for_each_call_is_the_same():
+    """So what was found out about it is not lost between calls; but no array of the caller's is held, nor ever more."""
+    q = np.ones((4, 5, 8), np.float32)
+
+    def call(score):
+        tw.attention(q[:, None], q[:, None], q[:, None], score=score)
+        return weakref.ref(score)
+
+    capped = call(tw.softcap(7.5) >> tw.alibi(1))
+    assert capped() is not None
+    assert capped() is tw.softcap(7.5) >> tw.alibi(1)
+    loaded = call(S * tw.load(np.ones(1, np.float32), H))
+    assert loaded() is None
+    for i in range(100):
+        call(S + 1.0 / (i + 1))
+    assert capped() is None
 
 
 def test_doubling_does_not_blow_up():

@@ -189,6 +189,26 @@ def test_mistake_under_hostile_use_is_caught(mistake: str) -> None:
     assert told in (_caught(kernel(), backward_share) or "nothing was caught")
 
 
+class _RoundsTooMuch(NumpyKernel):
+    """Off by 16 roundings everywhere: more than the contract allows, and yet rounding could do it to any one number."""
+
+    def forward(self, spec: Attention, *args: Any) -> Partial:
+        done = super().forward(spec, *args)
+        return Partial(done.out * np.float32(1 + 2.0**-20), done.lse) if done.out.dtype == np.float32 else done
+
+
+def test_what_happens_everywhere_is_no_luck(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests import fuzz
+
+    monkeypatch.setattr(fuzz.dispatch, "kernel", lambda name: _RoundsTooMuch())
+    assert fuzz.main(["--kernel", "numpy", "--cases", "100", "--backward-share", "0"]) == 1
+    told = capsys.readouterr().out
+    assert "0 failures" in told
+    assert "FAILED: beyond the contract's limit more often than by luck: out\n" in told
+
+
 # -- kernels that take the process with them --------------------------------------------------------------------------
 
 _RUN = """

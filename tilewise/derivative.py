@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tilewise.expr import FLOAT, Expr, S, constant, nodes, where
+from tilewise.expr import FLOAT, Expr, S, constant, where
 from tilewise.spec import Attention
+from tilewise.walking import nodes
 
 ZERO, ONE = constant(0.0), constant(1.0)
 

@@ -1,7 +1,7 @@
 """Expressions: the small language in which every variant is written, once.
 
 An expression is an immutable graph of nodes over the variables below. Python's operators build it; an op table says
-what each operation means (values, bounds over a tile, derivatives, source text), and `evaluate` walks the graph.
+what each operation means (values, bounds over a tile, derivatives, source text), and walking.py goes through the graph.
 `==` builds an expression too, so nothing here may compare expressions with `==`: use `is` or `key`.
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import numpy as np
 
 from tilewise import arrays
 from tilewise.sharing import Lock
+from tilewise.walking import OpTable, evaluate, evaluate_all, loads, nodes, remembered, variables  # noqa: F401
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
@@ -240,19 +242,6 @@ def _key(expr: Expr) -> str:
     return f"{expr!r}; {slots}" if slots else repr(expr)
 
 
-T = TypeVar("T")
-
-
-def remembered(expr: Expr, what: Any, find: Callable[[Expr], T]) -> T:
-    """find(expr), found once: a node never changes. The result must not hold the node, or it would never be freed."""
-    if arrays.compiling():  # which follows no changes to what it has seen
-        return find(expr)
-    if what not in expr.memo:
-        expr.memo[what] = find(expr)
-    found: T = expr.memo[what]
-    return found
-
-
 # -- building nodes ---------------------------------------------------------------------------------------------------
 
 _interned: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
@@ -269,6 +258,19 @@ def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None) -> Ex
         if node is None:
             node = _interned[key] = _new_node(op, args, kind, payload)
         return node
+
+
+def keep(expr: Expr) -> None:
+    """Hold a call's expression for some calls, as one that is built anew for each: it is then made of the same nodes,
+    and what was found out about them (its program, its text) is still known. Not if it reads a caller's array, or a
+    tensor of torch.compile's, which would be held as well."""
+    if not arrays.compiling() and all(slot.constant and isinstance(slot.array, np.ndarray) for slot in loads(expr)):
+        _hold(expr)
+
+
+@lru_cache(maxsize=64)
+def _hold(expr: Expr) -> None:
+    """Nothing to compute: a cache holds what it was asked for last."""
 
 
 def _new_node(op: str, args: tuple[Expr, ...], kind: str, payload: Any) -> Expr:
@@ -300,6 +302,26 @@ def from_records(given: Iterable[Record]) -> Expr:
     for op, args, kind, payload in given:
         made.append(payload if isinstance(payload, Expr) else _node(op, tuple(made[a] for a in args), kind, payload))
     return made[-1]
+
+
+def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
+    """The same operation over other arguments of the same types."""
+    if all(a is b for a, b in zip(args, node.args, strict=True)):
+        return node
+    return _node(node.op, args, node.kind, node.payload)
+
+
+def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
+    """`expr` with each of these nodes replaced by another of the same type."""
+    return _substituted(expr, list(replacements.items()))
+
+
+def _substituted(expr: Expr, replacements: list[tuple[Expr, Expr]]) -> Expr:
+    new = {id(old): other for old, other in replacements}
+    for node in nodes(expr):
+        if id(node) not in new:
+            new[id(node)] = rebuild(node, tuple(new[id(a)] for a in node.args))
+    return new[id(expr)]
 
 
 def _variable(name: str, kind: str = INT) -> Expr:
@@ -459,86 +481,3 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
 S = _variable("S", FLOAT)
 B, H, HK, Q, K, NQ, NK, QP, KP = map(_variable, ("B", "H", "HK", "Q", "K", "NQ", "NK", "QP", "KP"))
 VARIABLES = {v.payload: v for v in (S, B, H, HK, Q, K, NQ, NK, QP, KP)}
-
-# -- walking ----------------------------------------------------------------------------------------------------------
-
-OpTable = Mapping[str, Callable[..., Any]]
-
-
-def nodes(*roots: Expr) -> list[Expr]:
-    """Every node once, arguments before what uses them, in order of first appearance."""
-    if len(roots) == 1:
-        return [*remembered(roots[0], "below", lambda root: _walk(root)[:-1]), roots[0]]
-    return _walk(*roots)
-
-
-def _walk(*roots: Expr) -> list[Expr]:
-    """No recursion: any depth works."""
-    order: list[Expr] = []
-    seen: set[int] = set()  # by id: torch.compile cannot follow the hash of an object
-    stack = [(root, False) for root in reversed(roots)]
-    while stack:
-        node, ready = stack.pop()
-        if ready:
-            order.append(node)
-        elif id(node) not in seen:
-            seen.add(id(node))
-            stack.append((node, True))
-            stack.extend((a, False) for a in reversed(node.args))
-    return order
-
-
-def evaluate(expr: Expr, env: Mapping[str, Any], ops: OpTable) -> Any:
-    """The meaning of `expr` under an op table: each node's operation, applied to its arguments' values, once a node."""
-    return evaluate_all(expr, env, ops)[expr]
-
-
-def evaluate_all(expr: Expr, env: Mapping[str, Any], ops: OpTable) -> dict[Expr, Any]:
-    """The values of every node of `expr`."""
-    values: dict[Expr, Any] = {}
-    for node in nodes(expr):
-        if node.op == "var":
-            values[node] = env[node.payload]
-        elif node.op in ("const", "load"):
-            values[node] = ops[node.op](node.payload, *(values[a] for a in node.args))
-        else:
-            values[node] = ops[node.op](*(values[a] for a in node.args))
-    return values
-
-
-def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
-    """The same operation over other arguments of the same types."""
-    if all(a is b for a, b in zip(args, node.args, strict=True)):
-        return node
-    return _node(node.op, args, node.kind, node.payload)
-
-
-def substitute(expr: Expr, replacements: Mapping[Expr, Expr]) -> Expr:
-    """`expr` with each of these nodes replaced by another of the same type."""
-    return _substituted(expr, list(replacements.items()))
-
-
-def _substituted(expr: Expr, replacements: list[tuple[Expr, Expr]]) -> Expr:
-    new = {id(old): other for old, other in replacements}
-    for node in nodes(expr):
-        if id(node) not in new:
-            new[id(node)] = rebuild(node, tuple(new[id(a)] for a in node.args))
-    return new[id(expr)]
-
-
-def variables(expr: Expr) -> frozenset[str]:
-    return remembered(expr, "variables", lambda e: frozenset(n.payload for n in nodes(e) if n.op == "var"))
-
-
-def loads(*exprs: Expr) -> list[Loaded]:
-    """The arrays read, one entry each, in order of first appearance."""
-    slots: dict[int, Loaded] = {}
-    for slot in (slot for expr in exprs for slot in remembered(expr, "loads", _loads)):
-        known = slots.get(id(slot.array))
-        if known is None or (slot.grad and not known.grad):
-            slots[id(slot.array)] = slot
-    return list(slots.values())
-
-
-def _loads(expr: Expr) -> list[Loaded]:
-    return [node.payload for node in nodes(expr) if node.op == "load"]

@@ -13,7 +13,8 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import Loaded, OpTable
+from tilewise.expr import Loaded
+from tilewise.walking import OpTable
 
 Interval = tuple[Any, Any]
 

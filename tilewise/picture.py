@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from tilewise.arrays import Array
-from tilewise.expr import BOOL, Expr, evaluate
+from tilewise.expr import BOOL, Expr
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Shape
+from tilewise.walking import evaluate
 
 SHADES = "░▒▓█"
 

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import derivative
-from tilewise.expr import Expr, S, evaluate, evaluate_all, nodes
+from tilewise.expr import Expr, S
 from tilewise.kernels.numpy.ops import clamp, numpy_ops
 from tilewise.spec import Attention, Grads, Partial, Shape
+from tilewise.walking import evaluate, evaluate_all, nodes
 
 Store = Callable[[Array], Array]
 

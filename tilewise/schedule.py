@@ -17,22 +17,11 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import (
-    INT32_MAX,
-    INT32_MIN,
-    Expr,
-    Loaded,
-    S,
-    constant,
-    evaluate,
-    evaluate_all,
-    loads,
-    nodes,
-    variables,
-)
+from tilewise.expr import INT32_MAX, INT32_MIN, Expr, Loaded, S, constant
 from tilewise.intervals import INTERVAL_OPS, SCORE
 from tilewise.sharing import Lock, lazy
 from tilewise.spec import Attention, Lengths, Shape, Tile
+from tilewise.walking import evaluate, evaluate_all, loads, nodes, variables
 
 _COARSE = 16  # tiles a side: blocks of tiles are classified first, and only mixed ones are looked into
 _CACHE_SIZE = 256

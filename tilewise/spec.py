@@ -9,7 +9,8 @@ from typing import Any
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import Expr, Loaded, loads
+from tilewise.expr import Expr, Loaded
+from tilewise.walking import loads
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import numpy as np
 from tilewise import expr as ex
 from tilewise.arrays import compiling
 from tilewise.expr import Expr
+from tilewise.walking import loads, nodes
 
 MAX_LENGTH = 65536
 MAX_INLINE = 256  # nodes as printed; beyond it shared and deep parts are named, so that no text blows up
@@ -39,8 +40,8 @@ class _Text(NamedTuple):
 
 def to_text(expr: Expr) -> str:
     """Readable text that `parse` understands. Loaded arrays are named a0, a1 ... in order of first appearance."""
-    order = ex.nodes(expr)
-    names = {id(slot.array): f"a{i}" for i, slot in enumerate(ex.loads(expr))}
+    order = nodes(expr)
+    names = {id(slot.array): f"a{i}" for i, slot in enumerate(loads(expr))}
     printed: dict[Expr, int] = {}
     uses: dict[Expr, int] = {}
     for node in order:
@@ -174,7 +175,7 @@ class _Parser:
                 return ~ex.lift(self.value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
                 a, b = ex.lift(self.value(left)), ex.lift(self.value(right))
-                if isinstance(op, ast.RShift) and len(ex.nodes(a)) + len(ex.nodes(b)) > MAX_NODES:
+                if isinstance(op, ast.RShift) and len(nodes(a)) + len(nodes(b)) > MAX_NODES:
                     raise self.error(node, f"the expression would have more than {MAX_NODES} operations")
                 return getattr(a, _BINARY[type(op)])(b)
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _BINARY:

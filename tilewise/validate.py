@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays, schedule, variants
-from tilewise.expr import BOOL, Expr, as_float, nodes, variables
+from tilewise.expr import BOOL, Expr, as_float, keep
 from tilewise.sharing import lazy
 from tilewise.spec import Attention, Lengths, Shape
+from tilewise.walking import nodes, variables
 
 MAX_HEAD_DIM = 512
 PACKED = 0
@@ -212,9 +213,12 @@ def _spec(
             score_expr = added if score_expr is None else score_expr >> added
     if causal:
         mask_expr = variants.causal() if mask_expr is None else variants.causal() & mask_expr
-    return Attention(
+    spec = Attention(
         _scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant)
     )
+    for expr in spec.expressions:
+        keep(expr)
+    return spec
 
 
 def score_expression(score: Any) -> Expr | None:

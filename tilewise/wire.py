@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays
-from tilewise.expr import Expr, Loaded, Record, from_records, loads, nodes, records
+from tilewise.expr import Expr, Loaded, Record, from_records, records
 from tilewise.spec import Attention, Lengths, Positions
 from tilewise.text import read
+from tilewise.walking import loads, nodes
 
 _CACHE_SIZE = 256
 

@@ -12,7 +12,7 @@ import pytest
 
 import tilewise as tw
 from tests.conformance.paths import forced, paths
-from tilewise import dispatch
+from tilewise import arrays, dispatch
 from tilewise.cases import Case, conformance
 from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device
 from tilewise.dispatch import Kernel
@@ -163,6 +163,23 @@ def test_strides_and_types_beside_the_inputs(name: str, strange: str) -> None:
         given["d_out"] = d_out.astype(np.float64)  # of the same values
     got = gradients(**given)
     assert all(np.array_equal(got[what], value) for what, value in want.items())
+
+
+@pytest.mark.parametrize("name", dispatch.NAMES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_wider_gradient_is_not_rounded_to_the_inputs_type(name: str, dtype: str) -> None:
+    """The two terms of d_v differ by what float16 has no number for, nor bfloat16."""
+    kernel = dispatch.kernel(name)
+    reason = kernel.unavailable()
+    if reason is not None:
+        pytest.skip(f"{name} cannot run on this machine: {reason}")
+    q, k, v = (arrays.narrow(np.ones((1, 1, n, 8)), dtype) for n in (2, 1, 1))
+    d_out = np.zeros((1, 1, 2, 8), np.float32)
+    d_out[..., 0, :], d_out[..., 1, :] = 100_000.5, -100_000.0
+    _, pullback = tw.attention_vjp(q, k, v, kernel=name)
+    grads = pullback(d_out)
+    assert arrays.dtype_name(grads.v) == dtype
+    assert np.all(arrays.widen(grads.v, np.float32) == 0.5)
 
 
 def test_every_variant_has_a_case() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class Verdict:
     refused: str | None = None  # by the kernel, with its reason
     failure: str | None = None
     ratio: float = 0.0  # the largest error, as a share of its limit
-    lucky: int = 0  # results beyond the contract's limit but within the bound of rounding
+    results: Counter[str] = field(default_factory=Counter)  # judged, by their names
+    lucky: Counter[str] = field(default_factory=Counter)  # of them, beyond the contract's limit but within the bound
 
 
 def make(seed: int, memory: Memory, backward_share: float) -> tuple[Problem, Counter[str]]:
@@ -194,7 +195,9 @@ class _Trial:
                     f"{ratio:.3g} times what is allowed"
                 )
             self.verdict.ratio = max(self.verdict.ratio, ratio)
-            self.verdict.lucky += lucky
+            name = e.what.split()[0]  # arrays together
+            self.verdict.results[name] += 1
+            self.verdict.lucky[name] += bool(lucky)
 
     def _sequences_alone(self) -> Any:
         """A batch-invariant call's last sequence as a call of its own, where its variant does not ask which it is."""

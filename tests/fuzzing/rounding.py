@@ -2,7 +2,7 @@
 
 The contract's limit is twice the error that one dense computation happens to have. Where few numbers are computed that
 error may be nearly none, by luck, and an honest kernel's own is beyond it: such a result is judged by the bound here.
-The bound is of first order, with sums of n terms off by a few times sqrt(n) roundings (of the sum of magnitudes).
+docs/design.md has its derivation, and why that may happen to few results only: the bound is much looser than the limit.
 
 It is an op table again: a value is a pair (value, error); a condition's error is True where rounding may turn it.
 """
@@ -22,7 +22,7 @@ from tilewise.kernels.numpy.ops import numpy_ops
 
 Pair = tuple[Any, Any]
 
-FUNCTION = 8  # roundings that exp, log and tanh may be off by
+FUNCTION = 8  # roundings that exp, log and tanh may be off by, or the few operations around a sum
 LARGEST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38, "float64": 1.7e308}
 # What a number may lose near 0: to float16's coarse steps there, and in wider types to a function that gives up early.
 SMALLEST = {"float16": 2.0**-25, "bfloat16": 2.0**-124, "float32": 2.0**-124, "float64": 2.0**-1020}

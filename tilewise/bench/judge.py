@@ -13,8 +13,8 @@ from tilewise import arrays, reference
 from tilewise.arrays import Array
 from tilewise.bench.problem import Problem
 from tilewise.contract import ROUNDING
-from tilewise.expr import variables
 from tilewise.spec import Positions
+from tilewise.walking import variables
 
 SAMPLED = 256  # query rows; shorter sequences are compared whole
 _BLOCKS = 4

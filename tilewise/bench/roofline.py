@@ -56,12 +56,28 @@ def measured(threads: int | None) -> Roof:
     return Roof(flops / 1e9, read / 1e9)
 
 
-def reading(cell: Cell, seconds: float, plain: Sequence[float], cache: int | None) -> dict[str, Any]:
-    """What a record says of a step that must read k and v. plain: rates of only reading them, bytes a second."""
+@dataclass(frozen=True)
+class PlainRead:
+    """After a turn: the rate of only reading k and v, bytes a second, and the turn's own rate as a part of it."""
+
+    rate: float
+    share: float
+
+    @classmethod
+    def beside(cls, cell: Cell, turn: Sequence[float], rate: float) -> PlainRead:
+        return cls(rate, cell.key_bytes / median(turn) / rate)
+
+
+def reading(cell: Cell, seconds: float, plain: Sequence[PlainRead], cache: int | None) -> dict[str, Any]:
+    """What a record says of a step that must read k and v.
+
+    Memory's rate may change from second to second: each turn is compared with the read right after it.
+    """
     times_cache = None if cache is None else cell.key_bytes / cache
     return {
         "read_gbs": cell.key_bytes / seconds / 1e9,
-        "plain_read_gbs": median(plain) / 1e9 if plain else None,
+        "plain_read_gbs": median(read.rate for read in plain) / 1e9 if plain else None,
+        "read_fraction": median(read.share for read in plain) if plain else None,
         "times_cache": times_cache,
         "fits_cache": None if times_cache is None else times_cache <= 1,
     }
@@ -75,7 +91,7 @@ def fractions(record: dict[str, Any], roof: Roof) -> dict[str, float | None]:
     peak = None if record["dtype"] == "float64" else roof.peak_gflops
     return {
         "fraction": _share(record["gflops"], peak),
-        "read_fraction": _share(record["read_gbs"], record["plain_read_gbs"] or roof.read_gbs),
+        "read_fraction": record["read_fraction"] or _share(record["read_gbs"], roof.read_gbs),
     }
 
 

@@ -112,7 +112,7 @@ class Sweep:
         timeout = self.settings.timeout + 10 * count * entrant.takes
         seconds: list[float] = team.ask(name, "turn", count, timeout=timeout)
         if cell.n_q == 1 and cell.device == "cpu" and (rate := team.plain_read(name, self.settings.timeout)):
-            entrant.plain_reads.append(rate)
+            entrant.plain_reads.append(roofline.PlainRead.beside(cell, seconds, rate))
         return seconds
 
     def _too_slow(self, problem: Problem, contestant: Contestant) -> RefusedError | None:
@@ -159,7 +159,7 @@ class _Entrant:
     held_bytes: int
     takes: float  # seconds of a call
     count: int
-    plain_reads: list[float] = field(default_factory=list)  # bytes a second, one a turn
+    plain_reads: list[roofline.PlainRead] = field(default_factory=list)  # one a turn
 
 
 def results(

@@ -49,9 +49,10 @@ def _decode(keys: int, dtype: str, heads: int = DECODE_HEADS) -> Cell:
 
 
 _KEYS = (8192, 16384, GROUPS_AT, 65536)
-_DECODE = tuple(_decode(keys, dtype) for dtype in ("float32", "bfloat16", "float16") for keys in _KEYS)
+_DTYPES = ("float32", "bfloat16", "float16")
+_DECODE = tuple(_decode(keys, dtype) for dtype in _DTYPES for keys in _KEYS)
 # Groups of 4 are above: 32 query heads for 8 key heads.
-_GROUPS = tuple(_decode(GROUPS_AT, "float32", heads=8 * group) for group in (1, 2, 8, 16))
+_GROUPS = tuple(_decode(GROUPS_AT, dtype, heads=8 * group) for dtype in _DTYPES for group in (1, 2, 8, 16))
 
 SECTIONS = {
     section.name: section

@@ -19,8 +19,8 @@ RATIOS = {  # to the peer: the geometric mean, and no cell below
     "half": (1.6, None),
     "training": (1.35, 1.15),
 }
-READ_FRACTION = 0.75  # of a plain read of the same k and v, in every cell that memory limits
-MEMORY_BOUND_GROUP = 4  # query heads for each key head: with more, multiplications are the limit
+READ_FRACTION = 0.75  # of a plain read of the same k and v
+MEMORY_BOUND_GROUP = 4  # query heads for each key head: with more, multiplications may be the limit
 BEYOND_CACHE = 2  # caches, of which k and v must fill more: else part of them is not read from memory
 FLATNESS = 1.25  # the largest time for each query and key of a window, over the smallest
 MEMORY_FRACTION = 0.02  # of the full matrix, at the longest n
@@ -86,12 +86,12 @@ def _training(records: list[Record]) -> Iterator[Check]:
 
 
 def _decode(records: list[Record]) -> Iterator[Check]:
-    """Judged where memory is the limit; with large groups, or from the cache, the share is only told."""
+    """Judged where k and v come from memory; from the cache, the share is only told."""
     small = [r for r in records if _group(r) <= MEMORY_BOUND_GROUP]
     judged = [r for r in small if r["times_cache"] is None or r["times_cache"] > BEYOND_CACHE]
     yield _read_share(f"groups up to {MEMORY_BOUND_GROUP}", judged, READ_FRACTION)
     for group in sorted({_group(r) for r in records} - {_group(r) for r in small}):
-        yield _read_share(f"groups of {group}", [r for r in records if _group(r) == group])
+        yield _read_share(f"groups of {group}", [r for r in records if _group(r) == group], READ_FRACTION)
     cached = [r for r in small if r not in judged]
     if cached:
         yield _read_share(f"k and v within {BEYOND_CACHE} caches", cached)
@@ -110,8 +110,15 @@ def _read_share(what: str, records: list[Record], limit: float | None = None) ->
         return check
     reached = sum(r["read_fraction"] >= READ_FRACTION for r in records)
     least = min(records, key=lambda r: r["read_fraction"])
-    peak = "" if least["fraction"] is None else f"; the least has {least['fraction']:.0%} of the FMA peak"
-    return replace(check, note=f"{reached} of {len(records)} cells reach {READ_FRACTION:.0%}{peak}")
+    return replace(check, note=f"{reached} of {len(records)} cells reach {READ_FRACTION:.0%}{_at_the_peak(least)}")
+
+
+def _at_the_peak(r: Record) -> str:
+    """The other limit: the share that multiplications alone would leave."""
+    if r["fraction"] is None:
+        return ""
+    share = r["read_fraction"] / r["fraction"]
+    return f"; the least has {r['fraction']:.0%} of the FMA peak, at which it would be {share:.0%}"
 
 
 def _window(records: list[Record]) -> Iterator[Check]:

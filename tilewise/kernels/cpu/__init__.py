@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 from tilewise import arrays, schedule
-from tilewise.expr import loads
 from tilewise.kernels import host
 from tilewise.kernels.cpu import library
 from tilewise.kernels.cpu.backward import backward
 from tilewise.kernels.cpu.forward import forward
 from tilewise.kernels.cpu.structs import MAX_RANK
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+from tilewise.walking import loads
 
 # Small tiles skip more; of a run of tiles the engine takes as many at a time as its caches hold.
 FORWARD_TILE = Tile(q=96, k=64)

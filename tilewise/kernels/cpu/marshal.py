@@ -29,6 +29,11 @@ def _has_whole_steps(x: Array) -> bool:
     return x.flags.aligned and not any(step % x.itemsize for step in x.strides)
 
 
+def _has_rows(x: Array) -> bool:
+    """Whether the engine takes it where it is: the last numbers side by side. An empty one has any strides."""
+    return x.size == 0 or (_has_whole_steps(x) and (x.strides[-1] == x.itemsize or x.shape[-1] == 1))
+
+
 class Marshal:
     """Builds the structures of one call, and keeps alive what they point to."""
 
@@ -38,11 +43,12 @@ class Marshal:
 
     def forward(self, q: Array, k: Array, v: Array, out: Array, lse: Array, backward: bool = False) -> structs.Call:
         spec, shape = self.spec, self.shape
+        result = self.array if backward else self.output  # backward reads what forward has written
         call = structs.Call(
             type=structs.TYPES.index(shape.dtype), batch=shape.batch, heads=shape.heads, heads_k=shape.heads_k,
             d=shape.d, d_v=shape.d_v, tile_q=min(self.tile.q, max(shape.n_q, 1)),
             tile_k=min(self.tile.k, max(shape.n_k, 1)), scale=spec.scale,
-            q=self.array(q), k=self.array(k), v=self.array(v), out=self.array(out), lse=self.array(lse),
+            q=self.array(q), k=self.array(k), v=self.array(v), out=result(out), lse=result(lse),
         )  # fmt: skip
         sequences = [self._sequence(*part, backward) for part in shape.sequences(spec.lengths)]
         call.n_sequences = len(sequences)
@@ -55,13 +61,15 @@ class Marshal:
         return call
 
     def array(self, x: Array) -> structs.Array:
-        """(batch, heads, n, d) or (batch, heads, n) numbers, the last of them side by side."""
-        if (
-            not x.flags.aligned
-            or (x.strides[-1] != x.itemsize and x.shape[-1] > 1)
-            or any(s % x.itemsize for s in x.strides)
-        ):
-            x = np.ascontiguousarray(x)  # such as the gradient of a sum, one number seen everywhere
+        """(batch, heads, n, d) or (batch, heads, n) numbers to read; copied unless they lie in rows."""
+        if not _has_rows(x):
+            x = x.copy(order="C")  # np.ascontiguousarray leaves a misaligned one where it is
+        return self.output(x)
+
+    def output(self, x: Array) -> structs.Array:
+        """The same to write to: never a copy, which no one would read."""
+        if not _has_rows(x):
+            raise ValueError(f"the engine cannot write to strides {x.strides} of {x.itemsize}-byte numbers")
         batch, head, row = (step // x.itemsize for step in x.strides[:3])
         return structs.Array(self.data(x), batch, head, row)
 

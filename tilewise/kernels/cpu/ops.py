@@ -9,8 +9,9 @@ from enum import IntFlag
 from typing import Any, NamedTuple
 
 from tilewise import arrays
-from tilewise.expr import Expr, Loaded, OpTable, evaluate, remembered
+from tilewise.expr import Expr, Loaded
 from tilewise.kernels.cpu.structs import Instruction
+from tilewise.walking import OpTable, evaluate, remembered
 
 # In the order of engine.h.
 OPS = (

@@ -14,12 +14,13 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import ONE, score_slopes
-from tilewise.expr import Expr, S, evaluate
+from tilewise.expr import Expr, S
 from tilewise.kernels.numpy.forward import positions
 from tilewise.kernels.numpy.ops import clamp, numpy_ops
 from tilewise.schedule import Kind, Plan, plan
 from tilewise.softmax import d_sinks, finite
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+from tilewise.walking import evaluate
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,7 @@ def backward(
     """Gradients of sum(out * d_out) + sum(lse * d_lse); extra memory is O(N)."""
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
+    # 0 delta = sum(d_out * out) - d_lse
     delta = np.empty(saved.lse.shape, dtype)
     for b, h in np.ndindex(shape.batch, shape.heads):
         delta[b, h] = np.sum(arrays.widen(d_out[b, h], dtype) * arrays.widen(saved.out[b, h], dtype), axis=-1)

@@ -9,11 +9,11 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import evaluate
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.schedule import Kind, Plan, plan
 from tilewise.softmax import State
 from tilewise.spec import Attention, Partial, Shape, Tile
+from tilewise.walking import evaluate
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import Loaded, OpTable
+from tilewise.expr import Loaded
+from tilewise.walking import OpTable
 
 
 def numpy_ops(dtype: npt.DTypeLike) -> OpTable:

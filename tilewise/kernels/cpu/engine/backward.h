@@ -14,7 +14,7 @@ template <class T> size_t lay_out_backward(const BackwardCall& call, PackedBackw
     const Call& f = call.forward;
     const Sequence& seq = *packed.sequence;
     Scratch room(memory);
-    int64_t keys = round_up(seq.n_k, NR<T>), rows = round_up(seq.n_q, MR), group = f.heads / f.heads_k;
+    int64_t keys = round_up(seq.n_k, NR<T>), rows = round_up(seq.n_q, MR), group = group_of(f);
     int64_t columns = padded_columns<T>(f.d), columns_v = padded_columns<T>(f.d_v);
     packed.k = room.take<T>(keys * f.d);
     packed.v = room.take<T>(keys * f.d_v);
@@ -45,29 +45,11 @@ void pack_backward_keys(const BackwardCall& call, const PackedBackward& packed, 
     pack_columns(k, f.k.row, end - begin, int(f.d), seq.n_k, T(f.scale), columns + begin * NR<T>);
 }
 
-constexpr int DELTA_ROWS = 8;
-
-// to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
-// a time, as one sum alone would wait for itself.
-template <class T, class Stored>
-void add_products(const Stored* a, int64_t ld_a, const Stored* b, int64_t ld_b, int rows, int d, T* to) {
-    T sums[DELTA_ROWS] = {};
-    if (rows == DELTA_ROWS)
-        for (int c = 0; c < d; c++)
-#pragma GCC unroll 8
-            for (int r = 0; r < DELTA_ROWS; r++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
-    else
-        for (int r = 0; r < rows; r++)
-            for (int c = 0; c < d; c++) sums[r] += T(widened(b[r * ld_b + c])) * T(widened(a[r * ld_a + c]));
-    for (int r = 0; r < rows; r++) to[r] += sums[r];
-}
-
-// Also delta = sum(d_out * out) - d_lse of each row; the caller has put -d_lse there.
 template <class T, class Stored>
 void pack_backward_queries(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end, void* scratch) {
     const Call& f = call.forward;
     const Sequence& seq = *packed.sequence;
-    int64_t h = packed.hk * (f.heads / f.heads_k) + g, rows = round_up(seq.n_q, MR), first = seq.q_begin + begin;
+    int64_t h = packed.hk * group_of(f) + g, rows = round_up(seq.n_q, MR), first = seq.q_begin + begin;
     const Stored* q = row_of<Stored>(f.q, packed.b, h, first);
     const Stored* d_out = row_of<Stored>(call.d_out, packed.b, h, first);
     T* room = static_cast<T*>(scratch);
@@ -85,19 +67,59 @@ void pack_backward_queries(const BackwardCall& call, const PackedBackward& packe
         for (int64_t c = 0; c < columns_v; c += NR<T>)
             memset(d_out_columns + c * rows + end * NR<T>, 0, size_t((rows - end) * NR<T>) * sizeof(T));
     }
+}
+
+// -- delta ------------------------------------------------------------------------------------------------------------
+
+constexpr int DELTA_ROWS = 8;
+
+// a * b + c as the micro-kernel rounds it: once, where the processor fuses the two. Said by name, since whether a
+// compiler fuses them in a loop like the one below depends on how it vectorises that.
+INLINE float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+INLINE double fused(double a, double b, double c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return __builtin_fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+// to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
+// a time, as one sum alone would wait for itself.
+template <class T, class Stored>
+void add_products(const Stored* a, int64_t ld_a, const Stored* b, int64_t ld_b, int rows, int d, T* to) {
+    T sums[DELTA_ROWS] = {};
+    if (rows == DELTA_ROWS)
+        for (int c = 0; c < d; c++)
+#pragma GCC unroll 8
+            for (int r = 0; r < DELTA_ROWS; r++) sums[r] = fused(T(widened(b[r * ld_b + c])), T(widened(a[r * ld_a + c])), sums[r]);
+    else
+        for (int r = 0; r < rows; r++)
+            for (int c = 0; c < d; c++) sums[r] = fused(T(widened(b[r * ld_b + c])), T(widened(a[r * ld_a + c])), sums[r]);
+    for (int r = 0; r < rows; r++) to[r] += sums[r];
+}
+
+// 0 delta = sum(d_out * out) - d_lse of each row; the caller has put -d_lse there.
+template <class T, class Stored>
+void add_delta(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
+    const Call& f = call.forward;
+    int64_t h = packed.hk * group_of(f) + g, first = packed.sequence->q_begin;
     T* delta = mutable_row_of<T>(call.delta, packed.b, h, first);
-    for (int64_t r = 0; r < end - begin; r += DELTA_ROWS) {
-        int have = int(smaller<int64_t>(DELTA_ROWS, end - begin - r));
-        add_products(row_of<Stored>(f.out, packed.b, h, first + r), f.out.row, d_out + r * call.d_out.row, call.d_out.row,
-                     have, int(f.d_v), delta + r);
+    for (int64_t r = begin; r < end; r += DELTA_ROWS) {
+        const Stored* out = row_of<Stored>(f.out, packed.b, h, first + r);
+        const Stored* d_out = row_of<Stored>(call.d_out, packed.b, h, first + r);
+        int rows = int(smaller<int64_t>(DELTA_ROWS, end - r));
+        add_products(out, f.out.row, d_out, call.d_out.row, rows, int(f.d_v), delta + r);
     }
 }
 
 // -- the keys of one split --------------------------------------------------------------------------------------------
-
-struct Range {
-    int from, to;
-};
 
 template <class T> class BackwardSplit {
    public:
@@ -115,7 +137,7 @@ template <class T> class BackwardSplit {
         packed_ = &packed;
         seq_ = packed.sequence;
         split_ = split;
-        group_ = f_.heads / f_.heads_k;
+        group_ = group_of(f_);
         rows_ = round_up(seq_->n_q, MR);
         memset(d_q_of(0), 0, size_t(group_ * rows_ * columns_) * sizeof(T));
         int64_t tiles = (seq_->n_k + f_.tile_k - 1) / f_.tile_k;
@@ -146,7 +168,7 @@ template <class T> class BackwardSplit {
         for (int64_t g = 0; g < group_; g++) {
             g_ = g;
             h_ = packed_->hk * group_ + g;
-            Place2D head = {seq_, packed_->b, h_, packed_->hk};
+            QueryHead head = {seq_, packed_->b, h_, packed_->hk};
             mask_.enter(head);
             score_.enter(head);
             mask_.enter_keys(begin, n_k_);
@@ -187,29 +209,12 @@ template <class T> class BackwardSplit {
 
     // For each block of MR rows the keys that count, from the first to the last; false: none at all.
     bool find_ranges(bool masked) {
-        if (!masked) {
-            for (int i = 0; i < blocks_; i++) ranges_[i] = {0, n_k_};
-            return true;
-        }
         bool some = false;
         for (int i = 0; i < blocks_; i++) {
-            uint8_t any[BLOCK_KEYS] = {};
-            int last = smaller((i + 1) * MR - above_, n_q_);
-            for (int r = larger(i * MR - above_, 0); r < last; r++) {
-                uint8_t* counts = counts_ + r * BLOCK_KEYS;
-                mask_.enter_scores(r, 0, n_k_, nullptr);
-                const Int<T>* holds = mask_.template at<Int<T>>(f_.mask_at, r, 0);
-                if (mask_.varies(f_.mask_at))
-                    for (int j = 0; j < n_k_; j++) counts[j] = uint8_t(holds[j]);
-                else
-                    memset(counts, int(*holds), size_t(n_k_));
-                for (int j = 0; j < n_k_; j++) any[j] |= counts[j];
-            }
-            int lo = 0, hi = n_k_;
-            while (lo < hi && !any[lo]) lo++;
-            while (hi > lo && !any[hi - 1]) hi--;
-            ranges_[i] = {lo, hi};
-            some |= lo < hi;
+            int row = larger(i * MR - above_, 0), rows = smaller((i + 1) * MR - above_, n_q_) - row;
+            ranges_[i] = {0, n_k_};
+            if (masked) ranges_[i] = counting_keys<BLOCK_KEYS>(mask_, f_.mask_at, row, rows, n_k_, counts_ + row * BLOCK_KEYS);
+            some |= !ranges_[i].empty();
         }
         return some;
     }
@@ -219,7 +224,7 @@ template <class T> class BackwardSplit {
         Range keys = ranges_[i];
         T *p = p_ + int64_t(i) * MR * BLOCK_LD, *d_s = d_s_ + int64_t(i) * MR * BLOCK_LD;
         int from = (offset_ + keys.from) / NR<T> * NR<T>, to = int(round_up(offset_ + keys.to, NR<T>));
-        if (keys.from >= keys.to) from = to = offset_;
+        if (keys.empty()) from = to = offset_;
         const T* q = static_cast<T*>(packed_->q) + (g_ * rows_ + q_first_ + i * MR) * f_.d;
         const T* d_out = static_cast<T*>(packed_->d_out) + (g_ * rows_ + q_first_ + i * MR) * f_.d_v;
         for (int j = from; j < to; j += NR<T>) {
@@ -252,20 +257,20 @@ template <class T> class BackwardSplit {
         if (!score_.empty()) {
             memcpy(plain_, p, size_t(n) * sizeof(T));
             score_.enter_scores(row, keys.from, n, plain_);
-            take(f_.score_at, row, keys.from, n, p);
+            score_.take(f_.score_at, row, keys.from, n, p);
         }
         // 4 mask (PARTIAL tiles only)
         if (masked) hide(counts_ + row * BLOCK_KEYS + keys.from, n, p);
         weights(n, lse, delta, p, d_s);
         for (int i = 0; i < call_.n_grads; i++) add_to_array(call_.grads[i], row, keys.from, n, d_s);
         if (call_.slope_at < 0) return;
-        // A key of weight 0 passes nothing on, whatever its slope.
-        take(call_.slope_at, row, keys.from, n, plain_);
+        // 6 d_s = d_score * slope; a key of weight 0 passes nothing on, whatever its slope
+        score_.take(call_.slope_at, row, keys.from, n, plain_);
         for (int j = 0; j < n; j++) d_s[j] = d_s[j] == 0 ? T(0) : d_s[j] * plain_[j];
     }
 
     // 5 p, from the lse that forward saved
-    // 6 d_score
+    // 6 d_score = p * (d_p - delta)
     void weights(int n, T lse, T delta, T* p, T* d_s) const {
         const T shift = lse == -INF<T> ? T(0) : lse;
         int j = 0;
@@ -280,21 +285,11 @@ template <class T> class BackwardSplit {
             d_s[j] = weight * (d_s[j] - delta);
         }
     }
-    static void hide(const uint8_t* counts, int n, T* s) {
-        for (int j = 0; j < n; j++) s[j] = counts[j] ? s[j] : -INF<T>;
-    }
-    void take(int reg, int row, int j, int n, T* to) const {
-        const T* value = score_.template at<T>(reg, row, j);
-        if (score_.varies(reg))
-            memcpy(to, value, size_t(n) * sizeof(T));
-        else
-            for (int i = 0; i < n; i++) to[i] = *value;
-    }
 
-    // grad[cell] += d_score * slope
+    // 6 grad[cell] += d_score * slope
     void add_to_array(const ArrayGrad& grad, int row, int j, int n, const T* d_score) {
         T slope[BLOCK_KEYS];
-        take(grad.slope, row, j, n, slope);
+        score_.take(grad.slope, row, j, n, slope);
         double* total = grad.total + (grad.copies > 1 ? packed_->first_copy + split_ : 0) * grad.cells;
         for (int i = 0; i < n; i++) slope[i] = d_score[i] == 0 ? T(0) : d_score[i] * slope[i];
         int64_t cells[BLOCK_KEYS];
@@ -308,7 +303,7 @@ template <class T> class BackwardSplit {
         }
     }
 
-    // d_v += p.T @ d_out, d_k += d_s.T @ q
+    // 6 d_v += p.T @ d_out, d_k += d_s.T @ q
     void add_keys() {
         for (int j = 0; j < n_k_; j += MR) {
             int first = blocks_, last = 0;  // the blocks of rows in which one of these keys counts
@@ -327,12 +322,12 @@ template <class T> class BackwardSplit {
         }
     }
 
-    // d_q += d_s @ k
+    // 6 d_q += d_s @ k
     void add_queries() {
         for (int64_t c = 0; c < columns_; c += NR<T>)
             for (int i = 0; i < blocks_; i++) {
                 Range keys = ranges_[i];
-                if (keys.from >= keys.to) continue;
+                if (keys.empty()) continue;
                 const T* d_s = d_s_ + int64_t(i) * MR * BLOCK_LD + offset_ + keys.from;
                 const T* k = static_cast<T*>(packed_->k_columns) + c * seq_->n_k + (k_begin_ + keys.from) * NR<T>;
                 T* d_q = d_q_of(g_) + (q_first_ + i * MR) * columns_ + c;
@@ -343,7 +338,7 @@ template <class T> class BackwardSplit {
     const BackwardCall& call_;
     const Call& f_;
     const int64_t columns_, columns_v_;
-    Machine<T> mask_, score_;
+    Interpreter<T> mask_, score_;
     T *p_, *d_s_, *d_k_, *d_v_;
     uint8_t* counts_;
     T plain_[BLOCK_KEYS];
@@ -370,7 +365,7 @@ void backward_split(const BackwardCall& call, const PackedBackward& packed, int6
 template <class T, class Stored>
 void sum_splits(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
     const Call& f = call.forward;
-    int64_t rows = round_up(packed.sequence->n_q, MR), columns = padded_columns<T>(f.d), group = f.heads / f.heads_k;
+    int64_t rows = round_up(packed.sequence->n_q, MR), columns = padded_columns<T>(f.d), group = group_of(f);
     for (int64_t r = begin; r < end; r++) {
         Stored* to = mutable_row_of<Stored>(call.d_q, packed.b, packed.hk * group + g, packed.sequence->q_begin + r);
         T* sum = static_cast<T*>(packed.d_q) + (g * rows + r) * columns;

@@ -1,97 +1,133 @@
 // One query a head: nothing is packed, keys and values are read once, where they are, for all query heads that share
-// them. Memory is the limit here, and the processor fetches ahead best where rows are read whole, one after the other.
+// them. Memory is the limit here, and the processor fetches ahead best where whole rows are read one after the other,
+// a few of the keys and then as many of the values: each stream is fetched on while the other is computed with.
 #pragma once
 #include "forward.h"
 
 namespace {
 
-constexpr int DECODE_KEYS = 256;  // whose weights are computed at a time
-constexpr int BATCH_KEYS = 32;    // whose rows stay in L1 while all heads of the group read them
+constexpr int BATCH_KEYS = 16;    // read at a time by few heads; many have more to do with each than to wait for it
+constexpr int BATCHES_AHEAD = 2;  // are fetched where the processor has to be told to
+constexpr int DECODE_KEYS = 256;  // at a time where a program runs on their scores, for a program costs much to start
 
-// Sums of VL vectors, as one vector.
+// to[i] = the sum of v[i], for VL vectors.
 template <class T> INLINE void sums_of(const Vec<T>* v, T* to) {
     for (int i = 0; i < VL<T>; i++) to[i] = sum_of(v[i]);
 }
-#if defined(__AVX2__)
-INLINE __m256 sums_of_8(const __m256* v) {
-    __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+#if defined(__AVX512F__)
+INLINE __m512 add_pairs(__m512 a, __m512 b) {  // in each quarter: a, b, a, b
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+}
+INLINE __m512 add_fours(__m512 ab, __m512 cd) {  // in each quarter: a, b, c, d
+    __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
 template <> INLINE void sums_of<float>(const Vec<float>* v, float* to) {
-#if defined(__AVX512F__)
-    __m256 half[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) {
-        __m512 x = (__m512)v[i];
-        half[i] = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-    }
-    _mm256_storeu_ps(to, sums_of_8(half));
-    _mm256_storeu_ps(to + 8, sums_of_8(half + 8));
-#else
+    __m512 four[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)
+        four[i] = add_fours(add_pairs((__m512)v[4 * i], (__m512)v[4 * i + 1]),
+                            add_pairs((__m512)v[4 * i + 2], (__m512)v[4 * i + 3]));
+    __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x44), _mm512_shuffle_f32x4(four[0], four[1], 0xee));
+    __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x44), _mm512_shuffle_f32x4(four[2], four[3], 0xee));
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd)));
+}
+#elif defined(__AVX2__)
+template <> INLINE void sums_of<float>(const Vec<float>* v, float* to) {
     __m256 x[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) x[i] = (__m256)v[i];
-    _mm256_storeu_ps(to, sums_of_8(x));
-#endif
+    __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+    __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+    _mm256_storeu_ps(to, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
 }
 #endif
 
-// s[g][j] = q[g] . k[j] for G heads and n keys; d is a multiple of VL, and D where the compiler is to know it.
-template <int G, int D, class T, class Stored>
-void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, T* s, int64_t ld_s) {
-    constexpr int KEYS = VL<T> / G;
-    // One row after the other is how memory is read fastest; with many heads it is the loads of q that count.
-    constexpr int AT_ONCE = G >= 8 && KEYS >= 2 ? 2 : 1;
-    const int d = D > 0 ? D : any_d;
-    for (int j = 0; j < n; j += KEYS) {
-        Vec<T> sums[VL<T>];
-#pragma GCC unroll 16
-        for (int i = 0; i < KEYS; i += AT_ONCE) {
-            const Stored* rows[AT_ONCE];  // beyond the last key: its own again, and not kept
-            for (int r = 0; r < AT_ONCE; r++) rows[r] = k + smaller(j + i + r, n - 1) * ld;
-            Vec<T> sum[AT_ONCE][G] = {};
-#pragma GCC unroll 8
-            for (int x = 0; x < d; x += VL<T>)
-#pragma GCC unroll 2
-                for (int r = 0; r < AT_ONCE; r++) {
-                    Vec<T> key = load_wide(rows[r] + x);
-#pragma GCC unroll 16
-                    for (int g = 0; g < G; g++) sum[r][g] += load(q + g * d + x) * key;
-                }
-#pragma GCC unroll 2
-            for (int r = 0; r < AT_ONCE; r++)
-#pragma GCC unroll 16
-                for (int g = 0; g < G; g++) sums[g * KEYS + i + r] = sum[r][g];
-        }
-        T done[VL<T>];
-        sums_of<T>(sums, done);
-        if (j + KEYS <= n)
-            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, done + g * KEYS, KEYS * sizeof(T));
-        else
-            for (int g = 0; g < G; g++) memcpy(s + g * ld_s + j, done + g * KEYS, size_t(n - j) * sizeof(T));
+// G heads of a group, from head `first` of it. Their scores come in vectors of KEYS keys, head by head: the sums of the
+// products fill one such vector, and maxima, exponentials and sums of all G heads are taken lane by lane.
+template <int G, class T> struct Few {
+    static constexpr int HEADS = G, KEYS = VL<T> / G;
+    int64_t first;
+};
+// Where key j of the first of G heads stands among such vectors; of head g, g * KEYS further on.
+template <int G, class T> INLINE int lane_of(int j) { return j + (j & -(VL<T> / G)) * (G - 1); }
+
+// What is fetched into the second cache while a row is computed with: lines `from` to `to` of the row `further` on.
+// Many heads keep the processor busy for so long that it has to be told to; each few of them fetch their part.
+struct Ahead {
+    int64_t further;
+    int part, parts;
+
+    template <class Stored> INLINE void fetch(const Stored* row, int n) const {
+        constexpr int LINE = 64 / int(sizeof(Stored));
+        const int lines = n / LINE;
+        for (int i = lines * part / parts; i < lines * (part + 1) / parts; i++)
+            __builtin_prefetch(row + further + i * LINE, 0, 2);
     }
+};
+
+// One vector of such scores, q[g] . k[i]; d is a multiple of VL.
+template <int G, class T, class Stored>
+INLINE void few_dots(const T* q, int d, const Stored* const* rows, const Ahead& ahead, T* s) {
+    constexpr int KEYS = VL<T> / G;
+    Vec<T> sums[VL<T>];
+#pragma GCC unroll 16
+    for (int i = 0; i < KEYS; i++) {
+        if (ahead.further > 0) ahead.fetch(rows[i], d);
+        Vec<T> sum[G] = {};
+#pragma GCC unroll 8
+        for (int x = 0; x < d; x += VL<T>) {
+            Vec<T> key = load_wide(rows[i] + x);
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) sum[g] += load(q + g * d + x) * key;
+        }
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) sums[g * KEYS + i] = sum[g];
+    }
+    sums_of<T>(sums, s);
 }
 
-// acc[g] = acc[g] * rescale[g] + sum of p[g][j] * v[j], for G heads and C vectors of columns.
-template <int G, int C, class T, class Stored>
-void weigh(const T* p, int64_t ld_p, const Stored* v, int64_t ld, int n, int d_v, T* acc, const T* rescale) {
-    Vec<T> sum[G][C] = {};
+// All of them, for n keys; D is d where the compiler is to know it.
+template <int G, int D, class T, class Stored>
+void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, const Ahead& ahead, T* s) {
+    constexpr int KEYS = VL<T> / G;
+    const int d = D > 0 ? D : any_d;
+    const Stored* rows[KEYS];
+    int j = 0;
+    for (; j + KEYS <= n; j += KEYS, s += VL<T>) {
+#pragma GCC unroll 16
+        for (int i = 0; i < KEYS; i++) rows[i] = k + (j + i) * ld;
+        few_dots<G>(q, d, rows, ahead, s);
+    }
+    if (j == n) return;
+    for (int i = 0; i < KEYS; i++) rows[i] = k + smaller(j + i, n - 1) * ld;
+    few_dots<G>(q, d, rows, ahead, s);
+    for (int i = n - j; i < KEYS; i++)  // beyond the last key
+        for (int g = 0; g < G; g++) s[g * KEYS + i] = -INF<T>;
+}
+
+// acc[h] = acc[h] * rescale[h] + sum of p[h][j] * v[j], for H of G heads and C vectors of columns.
+template <int G, int H, int C, class T, class Stored>
+void weigh(const T* p, const Stored* v, int64_t ld, int n, int d_v, const Ahead& ahead, T* acc, const T* rescale) {
+    constexpr int KEYS = VL<T> / G;
+    Vec<T> sum[H][C] = {};
     for (int j = 0; j < n; j++, v += ld) {
+        if (ahead.further > 0) ahead.fetch(v, C * VL<T>);
+        const T* weight = p + lane_of<G, T>(j);
         Vec<T> value[C];
 #pragma GCC unroll 16
         for (int c = 0; c < C; c++) value[c] = load_wide(v + c * VL<T>);
 #pragma GCC unroll 16
-        for (int g = 0; g < G; g++)
+        for (int h = 0; h < H; h++)
 #pragma GCC unroll 16
-            for (int c = 0; c < C; c++) sum[g][c] += p[g * ld_p + j] * value[c];
+            for (int c = 0; c < C; c++) sum[h][c] += weight[h * KEYS] * value[c];
     }
 #pragma GCC unroll 16
-    for (int g = 0; g < G; g++)
+    for (int h = 0; h < H; h++)
 #pragma GCC unroll 16
         for (int c = 0; c < C; c++) {
-            T* at = acc + g * d_v + c * VL<T>;
-            store(at, load(at) * rescale[g] + sum[g][c]);
+            T* at = acc + h * d_v + c * VL<T>;
+            store(at, load(at) * rescale[h] + sum[h][c]);
         }
 }
 
@@ -103,16 +139,17 @@ template <class T> int64_t partial_size(const Call& call) { return 2 + round_up(
 template <class T> class DecodeSplit {
    public:
     DecodeSplit(const Call& call, Scratch& scratch)
-        : call_(call), group_(call.heads / call.heads_k), d_(int(round_up(call.d, VL<T>))),
+        : call_(call), group_(group_of(call)), d_(int(round_up(call.d, VL<T>))),
           d_v_(int(round_up(call.d_v, VL<T>))), mask_(call.mask, 1, DECODE_KEYS, scratch),
           score_(call.score, 1, DECODE_KEYS, scratch) {
         q_ = scratch.take<T>(group_ * d_);
         acc_ = scratch.take<T>(group_ * d_v_);
         s_ = scratch.take<T>(group_ * DECODE_KEYS);
-        row_max_ = scratch.take<T>(group_);
-        row_sum_ = scratch.take<T>(group_);
+        row_max_ = scratch.take<T>(group_ * VL<T>);
+        row_sum_ = scratch.take<T>(group_ * VL<T>);
         rescale_ = scratch.take<T>(group_);
         rows_ = scratch.take<T>(int64_t(DECODE_KEYS) * larger(d_, d_v_));
+        row_ = scratch.take<T>(DECODE_KEYS);
     }
 
     template <class Stored> void run(const Packed& head, int64_t begin, int64_t end, T* partials) {
@@ -122,145 +159,191 @@ template <class T> class DecodeSplit {
         for (int64_t g = 0; g < group_; g++) {
             for (int64_t i = call_.d; i < d_; i++) q_[g * d_ + i] = 0;
             widen_row(row_of<Stored>(call_.q, head.b, head.hk * group_ + g, seq.q_begin), q_ + g * d_, int(call_.d), T(call_.scale));
-            row_max_[g] = -INF<T>;
-            row_sum_[g] = 0;
         }
+        for (int64_t i = 0; i < group_ * VL<T>; i++) row_max_[i] = -INF<T>;
+        memset(row_sum_, 0, size_t(group_ * VL<T>) * sizeof(T));
         memset(acc_, 0, size_t(group_ * d_v_) * sizeof(T));
         // for each kv tile of the schedule, head by head only where their plans differ:
         if (seq.by_query.head == 0) {
-            visit<Stored>(0, group_, begin, end);
+            visit<Stored>(0, group_, begin, end, partials);
         } else {
-            for (int64_t g = 0; g < group_; g++) visit<Stored>(g, 1, begin, end);
-        }
-        for (int64_t g = 0; g < group_; g++, partials += partial_size<T>(call_)) {
-            partials[0] = row_max_[g];
-            partials[1] = row_sum_[g];
-            memcpy(partials + 2, acc_ + g * d_v_, size_t(d_v_) * sizeof(T));
+            for (int64_t g = 0; g < group_; g++) visit<Stored>(g, 1, begin, end, partials);
         }
     }
 
    private:
-    template <class Stored> void visit(int64_t g, int64_t heads, int64_t begin, int64_t end) {
+    // Some keys, for some heads of the group.
+    struct Batch {
+        int64_t g, heads, begin;
+        int n;
+        bool masked, last;  // last: nothing is left to fetch
+    };
+
+    template <class Stored> void visit(int64_t g, int64_t heads, int64_t begin, int64_t end, T* partials) {
         const Runs& runs = head_->sequence->by_query;
         const int64_t* offsets = runs.offsets + head_->b * runs.batch + (head_->hk * group_ + g) * runs.head;
         for (int64_t i = offsets[0]; i < offsets[1]; i++) {
             int64_t from = larger(begin, runs.table[i][0] * call_.tile_k);
             int64_t to = smaller(end, runs.table[i][1] * call_.tile_k);
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
-            for (; from < to; from += DECODE_KEYS)
-                chunk<Stored>(g, heads, from, int(smaller<int64_t>(DECODE_KEYS, to - from)), masked);
+            const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : heads > 4 ? 4 * BATCH_KEYS : BATCH_KEYS;
+            for (; from < to; from += keys) {
+                Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked, from + BATCHES_AHEAD * keys >= to};
+                score<Stored>(batch);
+                by_few(g, heads, [&](auto few) { softmax(few, batch); });
+                add_values<Stored>(batch);
+            }
         }
-    }
-
-    template <class Stored> void chunk(int64_t g, int64_t heads, int64_t begin, int n, bool masked) {
-        const Stored* k = row_of<Stored>(call_.k, head_->b, head_->hk, head_->sequence->k_begin + begin);
-        const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + begin);
-        // 2 s = q @ k.T
-        if (d_ == call_.d) {
-            all_dots(g, heads, k, call_.k.row, n);
-        } else {  // a row that ends within a vector is copied, and filled up with zeros
-            widen_rows(k, call_.k.row, n, int(call_.d), d_, rows_);
-            all_dots(g, heads, rows_, int64_t(d_), n);
-        }
-        for (int64_t i = g; i < g + heads; i++) softmax(i, begin, n, masked);
-        // 6 acc = acc * rescale + p @ v
-        if (d_v_ == call_.d_v) {
-            weigh_all(g, heads, v, call_.v.row, n);
-        } else {
-            widen_rows(v, call_.v.row, n, int(call_.d_v), d_v_, rows_);
-            weigh_all(g, heads, rows_, int64_t(d_v_), n);
-        }
-    }
-
-    template <class Stored> static void widen_rows(const Stored* from, int64_t ld, int n, int d, int padded, T* to) {
-        for (int j = 0; j < n; j++) {
-            widen_row(from + j * ld, to + j * padded, d, T(1));
-            for (int i = d; i < padded; i++) to[j * padded + i] = 0;
-        }
+        by_few(g, heads, [&](auto few) { leave(few, partials); });
     }
 
     // The heads of a group, as many at a time as there are sums in registers for.
-    template <class Stored> void all_dots(int64_t first, int64_t heads, const Stored* k, int64_t ld, int n) {
-        for (int j = 0; j < n; j += BATCH_KEYS, k += BATCH_KEYS * ld) {
-            const int keys = smaller(BATCH_KEYS, n - j);
-            int64_t g = first, end = first + heads;
-            if constexpr (VL<T> >= 8)
-                for (; g + 8 <= end; g += 8) dots_of<8>(g, j, k, ld, keys);
-            if constexpr (VL<T> >= 4)
-                for (; g + 4 <= end; g += 4) dots_of<4>(g, j, k, ld, keys);
-            for (; g + 2 <= end; g += 2) dots_of<2>(g, j, k, ld, keys);
-            for (; g < end; g++) dots_of<1>(g, j, k, ld, keys);
-        }
-    }
-    template <int G, class Stored> void dots_of(int64_t g, int j, const Stored* k, int64_t ld, int keys) {
-        T *q = q_ + g * d_, *s = s_ + g * DECODE_KEYS + j;
-        if (d_ == 64) dots<G, 64>(q, d_, k, ld, keys, s, DECODE_KEYS);
-        else if (d_ == 128) dots<G, 128>(q, d_, k, ld, keys, s, DECODE_KEYS);
-        else dots<G, 0>(q, d_, k, ld, keys, s, DECODE_KEYS);
+    template <class Do> static void by_few(int64_t g, int64_t heads, const Do& act) {
+        const int64_t end = g + heads;
+        if constexpr (VL<T> >= 4)
+            for (; g + 4 <= end; g += 4) act(Few<4, T>{g});
+        for (; g + 2 <= end; g += 2) act(Few<2, T>{g});
+        for (; g < end; g++) act(Few<1, T>{g});
     }
 
-    template <class Stored> void weigh_all(int64_t first, int64_t heads, const Stored* v, int64_t ld, int n) {
-        for (int j = 0; j < n; j += BATCH_KEYS, v += BATCH_KEYS * ld) {
-            const int keys = smaller(BATCH_KEYS, n - j);
-            int64_t g = first;
-            for (; g + 2 <= first + heads; g += 2) weigh_of<2>(g, j, v, ld, keys);
-            for (; g < first + heads; g++) weigh_of<1>(g, j, v, ld, keys);
-            for (int64_t i = first; i < first + heads; i++) rescale_[i] = 1;
+    // With few heads for each byte, rows come as fast as memory gives them by themselves, and fetching would only disturb.
+    template <class Stored, int G> static Ahead ahead(Few<G, T> few, const Batch& batch, int64_t ld) {
+        if (batch.heads <= int64_t(sizeof(Stored)) || batch.last) return {};
+        return {BATCHES_AHEAD * batch.n * ld, int((few.first - batch.g) / 4), int((batch.heads + 3) / 4)};
+    }
+
+    // 2 s = q @ k.T
+    template <class Stored> void score(const Batch& batch) {
+        const Stored* k = row_of<Stored>(call_.k, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
+        if (d_ == call_.d) {
+            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch, ahead<Stored>(few, batch, call_.k.row)); });
+        } else {
+            widen_rows(k, call_.k.row, batch.n, int(call_.d), d_);
+            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, rows_, int64_t(d_), batch, Ahead{}); });
         }
     }
-    template <int G, class Stored> void weigh_of(int64_t g, int j, const Stored* v, int64_t ld, int keys) {
-        constexpr int C = VECTOR_BYTES == 64 ? 8 : 4;  // two heads' sums of whole rows, or of what the registers hold
-        const T* p = s_ + g * DECODE_KEYS + j;
+    template <int G, class Stored> void dots_of(Few<G, T> few, const Stored* k, int64_t ld, const Batch& batch, const Ahead& ahead) {
+        T *q = q_ + few.first * d_, *s = s_ + few.first * DECODE_KEYS;
+        if (d_ == 64) dots<G, 64>(q, d_, k, ld, batch.n, ahead, s);
+        else if (d_ == 128) dots<G, 128>(q, d_, k, ld, batch.n, ahead, s);
+        else dots<G, 0>(q, d_, k, ld, batch.n, ahead, s);
+    }
+
+    // 6 acc = acc * rescale + p @ v
+    template <class Stored> void add_values(const Batch& batch) {
+        const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
+        if (d_v_ == call_.d_v) {
+            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch, ahead<Stored>(few, batch, call_.v.row)); });
+        } else {
+            widen_rows(v, call_.v.row, batch.n, int(call_.d_v), d_v_);
+            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, rows_, int64_t(d_v_), batch, Ahead{}); });
+        }
+    }
+    template <int G, class Stored> void weigh_few(Few<G, T> few, const Stored* v, int64_t ld, const Batch& batch, const Ahead& ahead) {
+        constexpr int SUMS = MR >= 12 ? 16 : 8;  // that registers hold, beside the values
+        const bool from_memory = few.first == batch.g && sizeof(Stored) == sizeof(T);  // half as many bytes matter less
+        if (G < 4 || !from_memory) {
+            weigh_of<G, 0, G, SUMS / larger(G, 2)>(few.first, v, ld, batch.n, ahead);
+        } else if constexpr (G == 4) {  // whole rows come faster than parts of rows
+            weigh_of<G, 0, 2, SUMS / 2>(few.first, v, ld, batch.n, ahead);
+            weigh_of<G, 2, 2, SUMS / 2>(few.first, v, ld, batch.n, ahead);
+        }
+    }
+    // For heads `from` to `from` + H of G.
+    template <int G, int from, int H, int C, class Stored>
+    void weigh_of(int64_t first, const Stored* v, int64_t ld, int n, const Ahead& ahead) {
+        const T *p = s_ + first * DECODE_KEYS + from * Few<G, T>::KEYS, *rescale = rescale_ + first + from;
+        T* acc = acc_ + (first + from) * d_v_;
         int c = 0;
-        for (; c + C * VL<T> <= d_v_; c += C * VL<T>)
-            weigh<G, C>(p, DECODE_KEYS, v + c, ld, keys, d_v_, acc_ + g * d_v_ + c, rescale_ + g);
-        for (; c < d_v_; c += VL<T>)
-            weigh<G, 1>(p, DECODE_KEYS, v + c, ld, keys, d_v_, acc_ + g * d_v_ + c, rescale_ + g);
+        for (; c + C * VL<T> <= d_v_; c += C * VL<T>) weigh<G, H, C>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
+        if constexpr (C > 4)
+            for (; c + 4 * VL<T> <= d_v_; c += 4 * VL<T>) weigh<G, H, 4>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
+        for (; c < d_v_; c += VL<T>) weigh<G, H, 1>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
     }
 
-    void softmax(int64_t g, int64_t begin, int n, bool masked) {
-        T* s = s_ + g * DECODE_KEYS;
-        Place2D head = {head_->sequence, head_->b, head_->hk * group_ + g, head_->hk};
-        // 3 score
-        if (!score_.empty()) {
-            enter(score_, head, begin, n, s);
-            const T* value = score_.template at<T>(call_.score_at, 0, 0);
-            bool varies = score_.varies(call_.score_at);
-            for (int j = 0; j < n; j++) s[j] = value[varies ? j : 0];
+    // Copies rows; one that ends within a vector is filled up with zeros.
+    template <class Stored> void widen_rows(const Stored* from, int64_t ld, int n, int d, int padded) {
+        for (int j = 0; j < n; j++) {
+            widen_row(from + j * ld, rows_ + j * padded, d, T(1));
+            for (int i = d; i < padded; i++) rows_[j * padded + i] = 0;
         }
-        // 4 mask (PARTIAL tiles only)
-        if (masked) {
-            enter(mask_, head, begin, n, nullptr);
-            const Int<T>* holds = mask_.template at<Int<T>>(call_.mask_at, 0, 0);
-            bool varies = mask_.varies(call_.mask_at);
-            for (int j = 0; j < n; j++) s[j] = holds[varies ? j : 0] ? s[j] : -INF<T>;
-        }
+    }
+
+    template <int G> void softmax(Few<G, T> few, const Batch& batch) {
+        T *s = s_ + few.first * DECODE_KEYS, *row_max = row_max_ + few.first * VL<T>, *row_sum = row_sum_ + few.first * VL<T>;
+        if (batch.masked || !score_.empty())
+            for (int g = 0; g < G; g++) run_programs(few, g, batch);
         // 5 row_max, rescale, p, row_sum
-        for (int j = n; j < round_up(n, VL<T>); j++) s[j] = -INF<T>;
-        Vec<T> largest = splat(-INF<T>), sum{};
-        for (int j = 0; j < n; j += VL<T>) largest = vmax(largest, load(s + j));
-        T now = larger(row_max_[g], max_of(largest)), shift = now == -INF<T> ? T(0) : now;
-        for (int j = 0; j < n; j += VL<T>) {
-            Vec<T> p = exp_of(load(s + j) - shift);
-            store(s + j, p);
+        T* const end = s + round_up(batch.n, few.KEYS) * G;
+        Vec<T> largest = load(s);
+        for (T* at = s + VL<T>; at < end; at += VL<T>) largest = vmax(largest, load(at));
+        for (int g = 0; g < G; g++) rescale_[few.first + g] = 1;
+        if (any_above(largest, load(row_max))) raise(few, largest);
+        Vec<T> shift = load(row_max), sum = load(row_sum);
+        shift = shift == -INF<T> ? Vec<T>{} : shift;
+        for (T* at = s; at < end; at += VL<T>) {
+            Vec<T> p = exp_of(load(at) - shift);
+            store(at, p);
             sum += p;
         }
-        rescale_[g] = exp_of(splat(row_max_[g] - shift))[0];
-        row_sum_[g] = row_sum_[g] * rescale_[g] + sum_of(sum);
-        row_max_[g] = now;
+        store(row_sum, sum);
     }
-    static void enter(Machine<T>& machine, const Place2D& head, int64_t begin, int n, const T* s) {
-        machine.enter(head);
-        machine.enter_queries(0, 1);
-        machine.enter_keys(begin, n);
-        machine.enter_scores(0, 0, n, s);
+    // Seldom, after the first keys: some head has a new maximum.
+    template <int G> void raise(Few<G, T> few, Vec<T> largest) {
+        T *row_max = row_max_ + few.first * VL<T>, *row_sum = row_sum_ + few.first * VL<T>;
+        for (int g = 0; g < G; g++, row_max += few.KEYS, row_sum += few.KEYS) {
+            T before = row_max[0], now = before;
+            for (int i = 0; i < few.KEYS; i++) now = larger(now, T(largest[g * few.KEYS + i]));
+            if (now == before) continue;
+            T rescale = rescale_[few.first + g] = scalar_exp(before - now);
+            for (int i = 0; i < few.KEYS; i++) {
+                row_max[i] = now;
+                row_sum[i] *= rescale;
+            }
+        }
+    }
+    template <int G> void leave(Few<G, T> few, T* partials) {
+        const T *row_max = row_max_ + few.first * VL<T>, *row_sum = row_sum_ + few.first * VL<T>;
+        for (int64_t g = 0; g < G; g++, row_max += few.KEYS, row_sum += few.KEYS) {
+            T* to = partials + (few.first + g) * partial_size<T>(call_);
+            to[0] = row_max[0];
+            to[1] = 0;
+            for (int i = 0; i < few.KEYS; i++) to[1] += row_sum[i];
+            memcpy(to + 2, acc_ + (few.first + g) * d_v_, size_t(d_v_) * sizeof(T));
+        }
+    }
+
+    // The programs see one head's scores in a row.
+    template <int G> void run_programs(Few<G, T> few, int g, const Batch& batch) {
+        T* s = s_ + few.first * DECODE_KEYS + g * few.KEYS;
+        for (int j = 0; j < batch.n; j++) row_[j] = s[lane_of<G, T>(j)];
+        QueryHead head = {head_->sequence, head_->b, head_->hk * group_ + few.first + g, head_->hk};
+        // 3 score
+        if (!score_.empty()) {
+            enter(score_, head, batch, row_);
+            score_.take(call_.score_at, 0, 0, batch.n, row_);
+        }
+        // 4 mask (PARTIAL tiles only)
+        if (batch.masked) {
+            enter(mask_, head, batch, nullptr);
+            const Int<T>* holds = mask_.template at<Int<T>>(call_.mask_at, 0, 0);
+            bool varies = mask_.varies(call_.mask_at);
+            for (int j = 0; j < batch.n; j++) row_[j] = holds[varies ? j : 0] ? row_[j] : -INF<T>;
+        }
+        for (int j = 0; j < batch.n; j++) s[lane_of<G, T>(j)] = row_[j];
+    }
+    static void enter(Interpreter<T>& interpreter, const QueryHead& head, const Batch& batch, const T* s) {
+        interpreter.enter(head);
+        interpreter.enter_queries(0, 1);
+        interpreter.enter_keys(batch.begin, batch.n);
+        interpreter.enter_scores(0, 0, batch.n, s);
     }
 
     const Call& call_;
     const int64_t group_;
     const int d_, d_v_;
-    Machine<T> mask_, score_;
-    T *q_, *acc_, *s_, *row_max_, *row_sum_, *rescale_, *rows_;
+    Interpreter<T> mask_, score_;
+    T *q_, *acc_, *s_, *row_max_, *row_sum_, *rescale_, *rows_, *row_;
     const Packed* head_ = nullptr;
 };
 
@@ -270,7 +353,7 @@ template <class T> size_t decode_scratch(const Call& call) {
     return count.used();
 }
 template <class T> size_t decode_partial_bytes(const Call& call) {
-    return sizeof(T) * size_t(call.heads / call.heads_k) * size_t(partial_size<T>(call));
+    return sizeof(T) * size_t(group_of(call)) * size_t(partial_size<T>(call));
 }
 template <class T, class Stored>
 void decode_split(const Call& call, const Packed& head, int64_t begin, int64_t end, void* partials, void* scratch) {
@@ -281,7 +364,7 @@ void decode_split(const Call& call, const Packed& head, int64_t begin, int64_t e
 // The splits of one key head, merged in their order.
 template <class T, class Stored>
 void decode_merge(const Call& call, const Packed& head, int64_t splits, void* partials) {
-    int64_t group = call.heads / call.heads_k, size = partial_size<T>(call);
+    int64_t group = group_of(call), size = partial_size<T>(call);
     for (int64_t g = 0; g < group; g++) {
         const T* first = static_cast<T*>(partials) + g * size;
         T row_max = -INF<T>, row_sum = 0;

@@ -104,7 +104,29 @@ void wait_for(const std::atomic<int>& left) {
     while (left > 0) std::this_thread::yield();
 }
 
-int64_t group_of(const Call& call) { return call.heads / call.heads_k; }
+// wave(heads), on as many heads at a time as fit, laid out in memory: one at least, and enough for this many splits.
+template <class Head, class LayOut, class Wave>
+int in_waves(const std::vector<Head>& all, int64_t least_splits, const LayOut& lay_out, const Wave& wave) {
+    for (size_t next = 0; next < all.size();) {
+        std::vector<Head> heads;
+        size_t bytes = 0;
+        int64_t splits = 0;
+        for (; next < all.size(); next++) {
+            Head head = all[next];
+            size_t more = lay_out(head, nullptr);
+            if (!heads.empty() && bytes + more > WAVE_BYTES && splits >= least_splits) break;
+            heads.push_back(head);
+            bytes += more;
+            splits += head.sequence->splits;
+        }
+        Block memory(bytes);
+        char* at = memory.data();
+        for (Head& head : heads) at += lay_out(head, at);
+        int status = wave(heads);
+        if (status != DONE) return status;
+    }
+    return DONE;
+}
 
 struct PackTask {
     int64_t head, begin;
@@ -137,16 +159,13 @@ std::vector<QueryTask> query_tasks(const Call& call, const std::vector<Packed>& 
 
 // -- forward ----------------------------------------------------------------------------------------------------------
 
-// Packs the keys and values of these heads into `memory`, then attends. Both are tasks of one run: a head's queries wait
-// for its keys alone, and packing, which comes first, waits for nobody.
-int forward_wave(const Path& path, const Call& call, std::vector<Packed>& heads, char* memory, Interrupted interrupted) {
+// Packs the keys and values of these heads, then attends. Both are tasks of one run: a head's queries wait for its keys
+// alone, and packing, which comes first, waits for nobody.
+int forward_wave(const Path& path, const Call& call, const std::vector<Packed>& heads, Interrupted interrupted) {
     std::vector<PackTask> packs;
     std::vector<std::atomic<int>> unpacked(heads.size());
-    for (size_t i = 0; i < heads.size(); i++) {
-        path.lay_out(call, heads[i], memory);
-        memory += path.packed_bytes(call, heads[i].sequence->n_k);
+    for (size_t i = 0; i < heads.size(); i++)
         for (int64_t k = 0; k < heads[i].sequence->n_k; k += PACK_ROWS, unpacked[i]++) packs.push_back({int64_t(i), k});
-    }
     std::vector<QueryTask> queries = query_tasks(call, heads);
     size_t scratch = std::max(path.pack_scratch(call), path.forward_scratch(call));
     int64_t first = int64_t(packs.size()), all = first + int64_t(queries.size());
@@ -164,44 +183,37 @@ int forward_wave(const Path& path, const Call& call, std::vector<Packed>& heads,
     });
 }
 
-// As many heads at a time as fit, one at least.
-int attend(const Path& path, const Call& call, const std::vector<Packed>& all, Interrupted interrupted) {
-    for (size_t first = 0, end; first < all.size(); first = end) {
-        size_t bytes = 0;
-        for (end = first; end < all.size(); end++) {
-            size_t next = path.packed_bytes(call, all[end].sequence->n_k);
-            if (end > first && bytes + next > WAVE_BYTES) break;
-            bytes += next;
-        }
-        std::vector<Packed> heads(all.begin() + int64_t(first), all.begin() + int64_t(end));
-        Block memory(bytes);
-        int status = forward_wave(path, call, heads, memory.data(), interrupted);
-        if (status != DONE) return status;
-    }
-    return DONE;
+int attend(const Path& path, const Call& call, const std::vector<Packed>& heads, Interrupted interrupted) {
+    return in_waves(
+        heads, 0, [&](Packed& head, void* memory) { return path.lay_out(call, head, memory); },
+        [&](const std::vector<Packed>& wave) { return forward_wave(path, call, wave, interrupted); });
 }
 
 // -- one query a head -------------------------------------------------------------------------------------------------
 
-constexpr int64_t DECODE_SPLIT = 2048;  // keys a task; by their number alone, so that bits do not depend on the machine
+constexpr int64_t DECODE_SPLIT = 2048;  // keys; by their number alone, so that bits do not depend on the machine
+constexpr int64_t TURNS = 8;            // of a thread: it takes neighbouring splits together, for one stream of reads
 
 int decode(const Path& path, const Call& call, const std::vector<Packed>& heads, Interrupted interrupted) {
     size_t bytes = path.decode_partial_bytes(call);
     std::vector<int64_t> first_split(1, 0);  // of each head
-    struct Task {
+    struct Split {
         int64_t head, begin;
     };
-    std::vector<Task> tasks;
+    std::vector<Split> splits;
     for (size_t i = 0; i < heads.size(); i++) {
         int64_t n_k = heads[i].sequence->n_k;
-        for (int64_t k = 0; k == 0 || k < n_k; k += DECODE_SPLIT) tasks.push_back({int64_t(i), k});
-        first_split.push_back(int64_t(tasks.size()));
+        for (int64_t k = 0; k == 0 || k < n_k; k += DECODE_SPLIT) splits.push_back({int64_t(i), k});
+        first_split.push_back(int64_t(splits.size()));
     }
-    Block partials(bytes * tasks.size() + 1);
-    int status = run_tasks(int64_t(tasks.size()), path.decode_scratch(call), interrupted, [&](int64_t i, void* room, const Pause&) {
-        const Packed& head = heads[size_t(tasks[size_t(i)].head)];
-        int64_t begin = tasks[size_t(i)].begin, end = std::min(begin + DECODE_SPLIT, head.sequence->n_k);
-        path.decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
+    Block partials(bytes * splits.size() + 1);
+    const int64_t all = int64_t(splits.size()), together = std::max<int64_t>(1, all / (TURNS * threads()));
+    int status = run_tasks((all + together - 1) / together, path.decode_scratch(call), interrupted, [&](int64_t task, void* room, const Pause&) {
+        for (int64_t i = task * together; i < std::min(all, (task + 1) * together); i++) {
+            const Packed& head = heads[size_t(splits[size_t(i)].head)];
+            int64_t begin = splits[size_t(i)].begin, end = std::min(begin + DECODE_SPLIT, head.sequence->n_k);
+            path.decode(call, head, begin, end, partials.data() + size_t(i) * bytes, room);
+        }
     });
     if (status != DONE) return status;
     return run_tasks(int64_t(heads.size()), 0, interrupted, [&](int64_t i, void*, const Pause&) {
@@ -281,6 +293,7 @@ void do_task(const Path& path, const BackwardCall& call, const PackedBackward& h
             break;
         case Step::PACK_QUERIES:
             path.pack_backward_queries(call, head, task.g, task.begin, task.end, room);
+            path.add_delta(call, head, task.g, task.begin, task.end);  // while d_out is in cache
             progress.unpacked--;
             break;
         case Step::SPLIT:
@@ -294,8 +307,7 @@ void do_task(const Path& path, const BackwardCall& call, const PackedBackward& h
     }
 }
 
-int backward_wave(const Path& path, const BackwardCall& call, std::vector<PackedBackward>& heads, char* memory, Interrupted interrupted) {
-    for (PackedBackward& head : heads) memory += path.lay_out_backward(call, head, memory);
+int backward_wave(const Path& path, const BackwardCall& call, const std::vector<PackedBackward>& heads, Interrupted interrupted) {
     std::vector<std::vector<BackwardTask>> groups = backward_tasks(call, heads);
     std::vector<Progress> progress(heads.size());
     for (const auto& tasks : groups)
@@ -316,22 +328,10 @@ int backward_wave(const Path& path, const BackwardCall& call, std::vector<Packed
 }
 
 int backward(const Path& path, const BackwardCall& call, Interrupted interrupted) {
-    std::vector<PackedBackward> all = key_heads(call);
-    for (size_t first = 0, end; first < all.size(); first = end) {
-        size_t bytes = 0;
-        int64_t tasks = 0;
-        for (end = first; end < all.size(); end++) {  // as many heads as fit, and enough to keep all threads busy
-            size_t next = path.lay_out_backward(call, all[end], nullptr);
-            if (end > first && bytes + next > WAVE_BYTES && tasks >= 2 * threads()) break;
-            bytes += next;
-            tasks += all[end].splits;
-        }
-        std::vector<PackedBackward> heads(all.begin() + int64_t(first), all.begin() + int64_t(end));
-        Block memory(bytes);
-        int status = backward_wave(path, call, heads, memory.data(), interrupted);
-        if (status != DONE) return status;
-    }
-    return DONE;
+    return in_waves(
+        key_heads(call), 2 * threads(),  // splits, to keep all threads busy
+        [&](PackedBackward& head, void* memory) { return path.lay_out_backward(call, head, memory); },
+        [&](const std::vector<PackedBackward>& wave) { return backward_wave(path, call, wave, interrupted); });
 }
 
 // -- Python -----------------------------------------------------------------------------------------------------------

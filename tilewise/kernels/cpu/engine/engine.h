@@ -1,4 +1,5 @@
-// What crosses from Python to the engine: plain structures, filled in by ../marshal.py in the same order.
+// What crosses from Python to the engine: plain structures. ../structs.py has them once more, field by field in the same
+// order, and ../ops.py the operations; ../marshal.py fills them in.
 #pragma once
 #include <stdint.h>
 
@@ -24,7 +25,7 @@ struct Sequence {
     int64_t q_begin, k_begin;  // rows of the arrays
     int64_t n_q, n_k;
     int64_t first_batch, origin_q, origin_k, total_q, total_k, packed_q, packed_k;  // as in Shape
-    int64_t splits;  // of the keys: each is a task of the backward pass or of decoding
+    int64_t splits;  // of the keys: each is a task of the backward pass
     Runs by_query, by_key;
 };
 
@@ -91,6 +92,9 @@ struct Call {
     int32_t mask_at, score_at;  // the registers that hold the results
     const void* sinks;          // (heads,) of the type computed with, or null
 };
+
+// Query heads that share a key head. Static: the objects of all instruction sets have their own.
+static inline int64_t group_of(const Call& call) { return call.heads / call.heads_k; }
 
 struct BackwardCall {
     Call forward;

@@ -1,9 +1,9 @@
 // The forward pass of one tile of queries: the seven steps of kernels/numpy/forward.py.
 #pragma once
+#include "mask.h"
 #include "pack.h"
 #include "paths.h"
 #include "product.h"
-#include "program.h"
 
 namespace {
 
@@ -30,16 +30,11 @@ template <class T> T* mutable_row_of(const Array& x, int64_t b, int64_t h, int64
 
 // -- keys and values, packed once and read by every tile of queries ---------------------------------------------------
 
-template <class T> size_t packed_bytes(const Call& call, int64_t n_k) {
-    Scratch count(nullptr);
-    count.take<T>(round_up(n_k, NR<T>) * call.d);
-    count.take<T>(n_k * padded_columns<T>(call.d_v));
-    return count.used();
-}
-template <class T> void lay_out(const Call& call, Packed& packed, void* memory) {
+template <class T> size_t lay_out(const Call& call, Packed& packed, void* memory) {
     Scratch room(memory);
     packed.k = room.take<T>(round_up(packed.sequence->n_k, NR<T>) * call.d);
     packed.v = room.take<T>(packed.sequence->n_k * padded_columns<T>(call.d_v));
+    return room.used();
 }
 template <class T> size_t pack_scratch(const Call& call) { return sizeof(T) * size_t(NR<T>) * size_t(call.d); }
 
@@ -105,7 +100,7 @@ template <class T> class ForwardTile {
         int64_t rows = round_up(n_q_, ROWS);
         memset(acc_, 0, size_t(rows * columns_) * sizeof(T));
         for (int64_t r = 0; r < rows; r++) row_max_[r] = -INF<T>, row_sum_[r] = Vec<T>{};
-        Place2D head = {&seq, packed.b, h, packed.hk};
+        QueryHead head = {&seq, packed.b, h, packed.hk};
         mask_.enter(head);
         score_.enter(head);
         mask_.enter_queries(first, n_q_);
@@ -130,41 +125,18 @@ template <class T> class ForwardTile {
         if (!score_.empty()) score_.enter_keys(begin, int(end - begin));
         for (int row = 0; row < n_q_; row += ROWS) {
             int rows = smaller(ROWS, n_q_ - row);
-            int64_t from = begin, to = end;
-            if (masked && !find_counting(row, rows, begin, from, to)) continue;
-            scores(row, rows, begin, from, to, masked);
+            Range keys = {0, int(end - begin)};
+            if (masked) keys = counting_keys<MAX_KEYS>(mask_, call_.mask_at, row, rows, keys.to, counts_);
+            if (keys.empty()) continue;
+            scores(row, rows, begin, keys, masked);
             softmax(row, rows);
-            weigh(row, rows, from, to);
+            weigh(row, rows, begin + keys.from, begin + keys.to);
         }
     }
 
-    // Which keys count for these rows: counts_, and the range outside of which none does. The mask needs no scores, so
-    // it comes before them, and panels without a key that counts are not computed.
-    bool find_counting(int row, int rows, int64_t begin, int64_t& from, int64_t& to) {
-        int n = int(to - from);
-        uint8_t any[MAX_KEYS] = {};
-        for (int r = 0; r < rows; r++) {
-            uint8_t* counts = counts_ + r * MAX_KEYS;
-            for (int j = 0; j < n; j += LANES) {
-                int m = smaller(LANES, n - j);
-                mask_.enter_scores(row + r, j, m, nullptr);
-                const Int<T>* holds = mask_.template at<Int<T>>(call_.mask_at, row + r, j);
-                if (mask_.varies(call_.mask_at))
-                    for (int i = 0; i < m; i++) counts[j + i] = uint8_t(holds[i]);
-                else
-                    memset(counts + j, int(*holds), size_t(m));
-            }
-            for (int j = 0; j < n; j++) any[j] |= counts[j];
-        }
-        int lo = 0, hi = n;
-        while (lo < hi && !any[lo]) lo++;
-        while (hi > lo && !any[hi - 1]) hi--;
-        from = begin + lo;
-        to = begin + hi;
-        return lo < hi;
-    }
-
-    void scores(int row, int rows, int64_t begin, int64_t from, int64_t to, bool masked) {
+    // Of some keys of the chunk that begins there.
+    void scores(int row, int rows, int64_t begin, Range keys, bool masked) {
+        int64_t from = begin + keys.from, to = begin + keys.to;
         int64_t first = from / NR<T> * NR<T>;  // panels are whole; what they have outside [from, to) does not count
         offset_ = int(from - first);
         width_ = int(round_up(to - first, NR<T>));
@@ -185,12 +157,9 @@ template <class T> class ForwardTile {
         for (int r = 0; r < rows; r++) {
             T* s = s_ + r * LD;
             // 3 score
-            if (!score_.empty()) apply_score(row + r, int(from - begin), int(to - from), s + offset_);
+            if (!score_.empty()) apply_score(row + r, keys.from, keys.to - keys.from, s + offset_);
             // 4 mask (PARTIAL tiles only)
-            if (masked) {
-                const uint8_t* counts = counts_ + r * MAX_KEYS + (from - begin) - offset_;
-                for (int j = offset_; j < int(to - first); j++) s[j] = counts[j] ? s[j] : -INF<T>;
-            }
+            if (masked) hide(counts_ + r * MAX_KEYS + keys.from, keys.to - keys.from, s + offset_);
             for (int j = 0; j < offset_; j++) s[j] = -INF<T>;
             for (int j = int(to - first); j < width_; j++) s[j] = -INF<T>;
             for (int j = 0; j < width_; j += VL<T>) largest_[r] = vmax(largest_[r], load(s + j));
@@ -201,11 +170,7 @@ template <class T> class ForwardTile {
         for (int done = 0; done < n; done += LANES) {
             int m = smaller(LANES, n - done);
             score_.enter_scores(row, j + done, m, s + done);
-            const T* value = score_.template at<T>(call_.score_at, row, j + done);
-            if (score_.varies(call_.score_at))
-                memmove(s + done, value, size_t(m) * sizeof(T));
-            else
-                for (int i = 0; i < m; i++) s[done + i] = *value;
+            score_.take(call_.score_at, row, j + done, m, s + done);
         }
     }
 
@@ -252,7 +217,7 @@ template <class T> class ForwardTile {
     const Call& call_;
     const int keys_;
     const int64_t columns_;
-    Machine<T> mask_, score_;
+    Interpreter<T> mask_, score_;
     T *q_, *acc_, *row_max_, *s_, *turned_;
     Vec<T>* row_sum_;
     uint8_t* counts_;

@@ -14,8 +14,7 @@ namespace {
         default: return NAME<float, float>(__VA_ARGS__);                      \
     }
 
-size_t any_packed_bytes(const Call& call, int64_t n_k) { return BY_COMPUTE(packed_bytes, call, n_k); }
-void any_lay_out(const Call& call, Packed& packed, void* memory) { BY_COMPUTE(lay_out, call, packed, memory); }
+size_t any_lay_out(const Call& call, Packed& packed, void* memory) { return BY_COMPUTE(lay_out, call, packed, memory); }
 size_t any_pack_scratch(const Call& call) { return BY_COMPUTE(pack_scratch, call); }
 void any_pack(const Call& call, const Packed& packed, int64_t begin, int64_t end, void* scratch) {
     BY_STORED(pack_keys, call, packed, begin, end, scratch)
@@ -47,6 +46,10 @@ void any_pack_backward_queries(const BackwardCall& backward, const PackedBackwar
     const Call& call = backward.forward;
     BY_STORED(pack_backward_queries, backward, packed, g, begin, end, scratch)
 }
+void any_add_delta(const BackwardCall& backward, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
+    const Call& call = backward.forward;
+    BY_STORED(add_delta, backward, packed, g, begin, end)
+}
 size_t any_backward_scratch(const BackwardCall& call) { return BACKWARD_BY_COMPUTE(backward_scratch, call); }
 void any_backward(const BackwardCall& backward, const PackedBackward& packed, int64_t split, void* scratch, const Pause& pause) {
     const Call& call = backward.forward;
@@ -76,8 +79,8 @@ uint64_t any_read_bytes(const char* p, int64_t n) { return read_bytes(p, n); }
 
 extern const Path NAMED(path_, TILEWISE_ISA);
 const Path NAMED(path_, TILEWISE_ISA) = {
-    TEXT(TILEWISE_ISA), any_packed_bytes, any_lay_out, any_pack_scratch, any_pack, any_forward_scratch, any_forward,
+    TEXT(TILEWISE_ISA), any_lay_out, any_pack_scratch, any_pack, any_forward_scratch, any_forward,
     any_decode_scratch, any_decode_partial_bytes, any_decode, any_decode_merge,
-    any_lay_out_backward, any_pack_backward_scratch, any_pack_backward_keys, any_pack_backward_queries,
+    any_lay_out_backward, any_pack_backward_scratch, any_pack_backward_keys, any_pack_backward_queries, any_add_delta,
     any_backward_scratch, any_backward, any_multiply_add, any_read_bytes, any_sum_splits,
 };

@@ -23,8 +23,7 @@ struct PackedBackward {
 
 struct Path {
     const char* name;
-    size_t (*packed_bytes)(const Call&, int64_t n_k);
-    void (*lay_out)(const Call&, Packed&, void* memory);
+    size_t (*lay_out)(const Call&, Packed&, void* memory);  // returns the bytes; memory may be null
     size_t (*pack_scratch)(const Call&);
     void (*pack)(const Call&, const Packed&, int64_t begin, int64_t end, void* scratch);  // begin: a multiple of PACK_ROWS
     size_t (*forward_scratch)(const Call&);
@@ -33,10 +32,11 @@ struct Path {
     size_t (*decode_partial_bytes)(const Call&);  // of one split
     void (*decode)(const Call&, const Packed&, int64_t begin, int64_t end, void* partials, void* scratch);
     void (*decode_merge)(const Call&, const Packed&, int64_t splits, void* partials);
-    size_t (*lay_out_backward)(const BackwardCall&, PackedBackward&, void* memory);  // returns the bytes; memory may be null
+    size_t (*lay_out_backward)(const BackwardCall&, PackedBackward&, void* memory);
     size_t (*pack_backward_scratch)(const BackwardCall&);
     void (*pack_backward_keys)(const BackwardCall&, const PackedBackward&, int64_t begin, int64_t end, void* scratch);
     void (*pack_backward_queries)(const BackwardCall&, const PackedBackward&, int64_t g, int64_t begin, int64_t end, void* scratch);
+    void (*add_delta)(const BackwardCall&, const PackedBackward&, int64_t g, int64_t begin, int64_t end);
     size_t (*backward_scratch)(const BackwardCall&);
     void (*backward)(const BackwardCall&, const PackedBackward&, int64_t split, void* scratch, const Pause&);
     double (*multiply_add)(bool is_double, int64_t rounds);  // on registers alone; returns how many operations

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int LANES = 256;  // scores of a row that the interpreter takes at a time: its registers stay in L1
 
-struct Place2D {  // a head of a sequence, for the variables
+struct QueryHead {  // of a sequence: what the variables B, H, HK and the lengths are read from
     const Sequence* sequence;
     int64_t b, h, hk;
 };
@@ -257,12 +257,12 @@ template <class T> Run pick(const Instruction& in, bool a, bool b, bool c) {
     }
 }
 
-// -- the machine ------------------------------------------------------------------------------------------------------
+// -- the interpreter --------------------------------------------------------------------------------------------------
 
-template <class T> class Machine {
+template <class T> class Interpreter {
    public:
     // Registers for tiles of up to `rows` queries and `keys` keys.
-    Machine(const Program& program, int64_t rows, int64_t keys, Scratch& scratch) : program_(program) {
+    Interpreter(const Program& program, int64_t rows, int64_t keys, Scratch& scratch) : program_(program) {
         const int64_t lanes[PLACES] = {1, rows, keys, LANES};
         registers_ = scratch.take<T*>(program.n_code);
         runs_ = scratch.take<Run>(program.n_code);
@@ -278,7 +278,7 @@ template <class T> class Machine {
     }
     bool empty() const { return program_.n_code == 0; }
 
-    void enter(const Place2D& head) {
+    void enter(const QueryHead& head) {
         head_ = head;
         section(UNIFORM, 1, 0, 0);
     }
@@ -300,6 +300,22 @@ template <class T> class Machine {
     bool varies(int reg) const { return program_.code[reg].place >= ALONG_K; }
     template <class V> const V* at(int reg, int row, int j) const {
         return static_cast<const V*>(operand(reg, EVERYWHERE, row, j));
+    }
+    // The same, one number for each of n scores. It may be the scores themselves that are taken, where they are.
+    void take(int reg, int row, int j, int n, T* to) const {
+        const T* value = at<T>(reg, row, j);
+        if (varies(reg))
+            memmove(to, value, size_t(n) * sizeof(T));
+        else
+            for (int i = 0; i < n; i++) to[i] = *value;
+    }
+    // A condition: 1 where it holds.
+    void take(int reg, int row, int j, int n, uint8_t* to) const {
+        const Int<T>* holds = at<Int<T>>(reg, row, j);
+        if (varies(reg))
+            for (int i = 0; i < n; i++) to[i] = uint8_t(holds[i]);
+        else
+            memset(to, int(*holds), size_t(n));
     }
     // The cells of `grid` that a load reads at n of those scores; one, if it reads the same for all of them.
     void cells(int load, const Slot& grid, int row, int j, int n, int64_t* to) const {
@@ -375,7 +391,7 @@ template <class T> class Machine {
     const Program& program_;
     T** registers_;
     Run* runs_;
-    Place2D head_ = {};
+    QueryHead head_ = {};
     int64_t first_q_ = 0, first_k_ = 0;
     const T* s_ = nullptr;
 };

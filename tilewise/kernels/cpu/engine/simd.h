@@ -116,6 +116,23 @@ INLINE double sum_of(Vec<double> v) {
     return s;
 }
 
+// Whether any lane of a is above that of b.
+template <class V> INLINE bool any_above(V a, V b) {
+    auto above = a > b;
+    for (size_t i = 0; i < sizeof above / sizeof above[0]; i++)
+        if (above[i]) return true;
+    return false;
+}
+#if defined(__AVX512F__)
+template <> INLINE bool any_above(Vec<float> a, Vec<float> b) {
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+}
+#elif defined(__AVX2__)
+template <> INLINE bool any_above(Vec<float> a, Vec<float> b) {
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+}
+#endif
+
 // -- exponentials -----------------------------------------------------------------------------------------------------
 
 template <class T> constexpr T LOG2E = T(1.4426950408889634074);
