@@ -14,7 +14,7 @@ from tests.fuzzing.dice import Dice
 from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Loaded, Q, S, evaluate, load, where
+from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Loaded, Q, S, load, where
 from tilewise.kernels.cuda import marshal, simulator
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.ops import variant
@@ -22,6 +22,7 @@ from tilewise.kernels.cuda.rungs import Naive
 from tilewise.kernels.cuda.source import source
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import evaluate
 
 needs_compiler = pytest.mark.skipif(simulator.unavailable() is not None, reason=str(simulator.unavailable()))
 

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays
-from tilewise.expr import COMPARISONS, Expr, Loaded, OpTable, evaluate
+from tilewise.expr import COMPARISONS, Expr, Loaded
+from tilewise.walking import OpTable, evaluate
 
 STORED = {
     "float32": "float", "float64": "double", "float16": "Half", "bfloat16": "BFloat", "int8": "signed char",

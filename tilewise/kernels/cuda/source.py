@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from tilewise import arrays
-from tilewise.expr import Loaded, loads
+from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.ops import STORED, Variant, variant
 from tilewise.kernels.cuda.rungs import SOURCES, Rung
 from tilewise.sharing import Lock
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import loads
 
 Headers = Mapping[str, str]
 
