@@ -220,3 +220,19 @@ def test_masks_on_another_device_are_not_looked_at() -> None:
     for mask in (load(ids, Q) == 3, load(torch.ones(64, dtype=torch.bool, device="meta"), Q)):
         kinds = plan(Attention(1.0, mask), Shape(1, 1, 1, 64, 64, 8, 8), Tile(16, 16)).kinds()
         assert np.all(kinds == Kind.PARTIAL)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_arrays_that_begin_anywhere(dtype: str) -> None:
+    """At an odd address, as a field of records may lie: a kernel would read it wrong, so it is copied."""
+    from tilewise import arrays
+    from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
+
+    call = Case("causal", "grouped", dtype).inputs().call()
+    want = CudaSimKernel("tiled").forward(call.spec, call.q, call.k, call.v)
+    room = np.zeros(call.q.nbytes + 1, np.uint8)
+    odd = room[1:].view(call.q.dtype).reshape(call.q.shape)
+    odd[...] = call.q
+    got = CudaSimKernel("tiled").forward(call.spec, odd, call.k, call.v)
+    assert np.array_equal(arrays.widen(got.out, np.float32), arrays.widen(want.out, np.float32))
