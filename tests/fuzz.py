@@ -156,8 +156,8 @@ class Report:
     def add(self, seed: int, verdict: Verdict) -> None:
         self.cases += 1
         self.backward += verdict.backward
-        self.results += verdict.results
-        self.lucky += verdict.lucky
+        for counts, more in ((self.results, verdict.results), (self.lucky, verdict.lucky)):
+            counts.update({f"{name} of {verdict.kind}": count for name, count in more.items()})
         self.worst = max(self.worst, (verdict.ratio, seed))
         self.dtypes[verdict.dtype] += 1
         self.kinds[verdict.kind] += 1
