@@ -157,7 +157,7 @@ class Report:
         self.cases += 1
         self.backward += verdict.backward
         for counts, more in ((self.results, verdict.results), (self.lucky, verdict.lucky)):
-            counts.update({f"{name} of {verdict.kind}": count for name, count in more.items()})
+            counts.update({f"{name} of {verdict.kind}": count for name, count in more.items() if count})
         self.worst = max(self.worst, (verdict.ratio, seed))
         self.dtypes[verdict.dtype] += 1
         self.kinds[verdict.kind] += 1
