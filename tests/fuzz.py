@@ -32,7 +32,7 @@ from tilewise.cli.terminal import progress
 from tilewise.dispatch import Kernel
 
 MOST_FAILURES = 10
-MOST_LUCK, LUCK_SPARES = 0.05, 5  # the share of results that may need the bound of rounding, once there are some
+MOST_LUCK, LUCK_SPARES = 0.1, 5  # the share of results that may need the bound of rounding, once there are some
 PATIENCE = 120.0  # seconds for one case, after which it is taken to hang
 ENVIRONMENT = ("TILEWISE_CPU_ISA", "OMP_NUM_THREADS")  # what a replay needs as well
 _fork = multiprocessing.get_context("fork")  # kernels need not be picklable; nothing has been computed before
