@@ -32,7 +32,7 @@ from tilewise.cli.terminal import progress
 from tilewise.dispatch import Kernel
 
 MOST_FAILURES = 10
-MOST_LUCK, LUCK_SPARES = 0.05, 5  # the share of results that may need the bound of rounding, once there are some
+MOST_LUCK, LUCK_SPARES = 0.1, 5  # the share of results that may need the bound of rounding, once there are some
 PATIENCE = 120.0  # seconds for one case, after which it is taken to hang
 ENVIRONMENT = ("TILEWISE_CPU_ISA", "OMP_NUM_THREADS")  # what a replay needs as well
 _fork = multiprocessing.get_context("fork")  # kernels need not be picklable; nothing has been computed before
@@ -156,8 +156,8 @@ class Report:
     def add(self, seed: int, verdict: Verdict) -> None:
         self.cases += 1
         self.backward += verdict.backward
-        self.results += verdict.results
-        self.lucky += verdict.lucky
+        for counts, more in ((self.results, verdict.results), (self.lucky, verdict.lucky)):
+            counts.update({f"{name} of {verdict.kind}": count for name, count in more.items() if count})
         self.worst = max(self.worst, (verdict.ratio, seed))
         self.dtypes[verdict.dtype] += 1
         self.kinds[verdict.kind] += 1

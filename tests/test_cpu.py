@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +19,7 @@ from tilewise import arrays, dispatch
 from tilewise.kernels.cpu.marshal import Marshal
 from tilewise.spec import Attention, Grads, Shape, Tile
 
+ROOT = Path(__file__).parent.parent
 REASON = dispatch.kernel("cpu").unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"cpu cannot run on this machine: {REASON}")
 
@@ -97,3 +102,17 @@ def test_a_backward_program_is_made_once_for_each_choice_of_gradients(monkeypatc
             assert all(torch.any(x != 0) for x in got.arrays)
             assert torch.equal(got.q, plain.q)
     assert len(made) == 4  # none, the first, both, the second
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "portable", "sse9"])
+def test_an_instruction_set_that_is_not_there_is_told(isa: str) -> None:
+    """NumPy then serves, but not silently; capitals do not matter."""
+    if isa != "sse9" and isa.lower() not in paths("cpu"):
+        pytest.skip(f"this machine has no {isa}")
+    program = "import numpy as np, tilewise as tw; x = np.ones((8, 8)); tw.attention(x, x, x); tw.attention(x, x, x)"
+    env = {**os.environ, "TILEWISE_CPU_ISA": isa}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    told = f"computes with NumPy, far slower than its native engine could: TILEWISE_CPU_ISA={isa}: expected one of"
+    assert done.stderr.count(told) == (isa == "sse9") and ("portable; set it" in done.stderr) == (isa == "sse9")

@@ -278,10 +278,11 @@ def test_merge_in_every_layout(rank):
     halves = [tw.attention(q, k[..., a:b, :], v[..., a:b, :], return_lse=True) for a, b in ((0, 3), (3, 7))]
     out, lse = tw.attention(q, k, v, sinks=sinks, return_lse=True)
     merged = tw.merge(halves, sinks=sinks)
-    assert merged.out.shape == out.shape
-    assert merged.lse.shape == lse.shape
-    np.testing.assert_allclose(merged.out, out, rtol=1e-12)
-    np.testing.assert_allclose(merged.lse, lse, rtol=1e-12)
+    got_out, got_lse = merged  # a pair, like those it was made of
+    assert got_out is merged.out and got_out.shape == out.shape
+    assert got_lse is merged.lse and got_lse.shape == lse.shape
+    np.testing.assert_allclose(got_out, out, rtol=1e-12)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-12)
 
 
 @pytest.mark.parametrize("total", [5, 3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -109,6 +110,16 @@ def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:
         return kernel(name)
     for candidate in NAMES:
         if reason(candidate, spec, shape) is None:
+            if candidate == "numpy":
+                _say_that_it_is_slow(kernel("cpu").unavailable())
             return kernel(candidate)
     every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(spec, shape).items())
     raise Unsupported(f"no kernel system can compute this call:{every}")
+
+
+@cache
+def _say_that_it_is_slow(why: str | None) -> None:
+    """Once: NumPy serves in the engine's place."""
+    if why is not None:
+        told = f"Tilewise computes with NumPy, far slower than its native engine could: {why}"
+        warnings.warn(told, RuntimeWarning, stacklevel=2)

@@ -353,7 +353,8 @@ def lift(value: Any) -> Expr:
     if hasattr(value, "shape"):
         raise TypeError(
             f"an array of shape {tuple(value.shape)} cannot stand in an expression; "
-            "write tw.load(array, index, ...), one index a dimension"
+            "write tw.dense(array) for a mask, tw.bias(array) for a bias, "
+            "or tw.load(array, index, ...), one index a dimension"
         )
     raise TypeError(f"expected an expression or a number, got {type(value).__name__}: {value!r}")
 

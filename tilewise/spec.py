@@ -149,6 +149,10 @@ class Partial:
     out: Any
     lse: Any
 
+    def __iter__(self) -> Iterator[Any]:
+        """out, lse = partial"""
+        return iter((self.out, self.lse))
+
 
 @dataclass(frozen=True, eq=False)
 class Grads:

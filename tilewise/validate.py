@@ -226,6 +226,8 @@ def score_expression(score: Any) -> Expr | None:
         return None
     if not isinstance(score, Expr):
         advice = _function_advice(score, "tw.from_score_mod(fn)")
+        if hasattr(score, "shape"):
+            advice = "; write tw.bias(array) to add it to the scores"
         raise TypeError(f"score: expected an expression such as tw.softcap(30.0), got {type(score).__name__}{advice}")
     if score.kind == BOOL:
         raise TypeError(f"score: expected a number for each score, got the condition {score!r}; pass it as mask")

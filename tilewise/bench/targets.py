@@ -20,7 +20,7 @@ RATIOS = {  # to the peer: the geometric mean, and no cell below
     "training": (1.35, 1.15),
 }
 READ_FRACTION = 0.75  # of a plain read of the same k and v
-MEMORY_BOUND_GROUP = 4  # query heads for each key head: with more, multiplications may be the limit
+SMALL_GROUP = 4  # query heads for each key head: with more, multiplications may be the limit
 BEYOND_CACHE = 2  # caches, of which k and v must fill more: else part of them is not read from memory
 FLATNESS = 1.25  # the largest time for each query and key of a window, over the smallest
 MEMORY_FRACTION = 0.02  # of the full matrix, at the longest n
@@ -87,12 +87,12 @@ def _training(records: list[Record]) -> Iterator[Check]:
 
 def _decode(records: list[Record]) -> Iterator[Check]:
     """Judged where k and v come from memory; from the cache, the share is only told."""
-    small = [r for r in records if _group(r) <= MEMORY_BOUND_GROUP]
-    judged = [r for r in small if r["times_cache"] is None or r["times_cache"] > BEYOND_CACHE]
-    yield _read_share(f"groups up to {MEMORY_BOUND_GROUP}", judged, READ_FRACTION)
-    for group in sorted({_group(r) for r in records} - {_group(r) for r in small}):
-        yield _read_share(f"groups of {group}", [r for r in records if _group(r) == group], READ_FRACTION)
-    cached = [r for r in small if r not in judged]
+    judged = [r for r in records if r["times_cache"] is None or r["times_cache"] > BEYOND_CACHE]
+    small = [r for r in judged if _group(r) <= SMALL_GROUP]
+    yield _read_share(f"groups up to {SMALL_GROUP}", small, READ_FRACTION)
+    for group in sorted({_group(r) for r in judged} - {_group(r) for r in small}):
+        yield _read_share(f"groups of {group}", [r for r in judged if _group(r) == group], READ_FRACTION)
+    cached = [r for r in records if r not in judged]
     if cached:
         yield _read_share(f"k and v within {BEYOND_CACHE} caches", cached)
     yield from _ratios("decode", records)

@@ -16,7 +16,7 @@ from tilewise.walking import loads
 
 # Small tiles skip more; of a run of tiles the engine takes as many at a time as its caches hold.
 FORWARD_TILE = Tile(q=96, k=64)
-BACKWARD_TILE = Tile(q=96, k=128)
+BACKWARD_TILE = Tile(q=96, k=256)
 
 
 class CpuKernel:

@@ -37,6 +37,8 @@ def unavailable() -> str | None:
         _library()
     except (OSError, AttributeError) as error:
         return f"its library does not load ({error}); install Tilewise again"
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -51,8 +53,10 @@ def _library() -> Any:
     library.tilewise_set_python(api.PyEval_SaveThread, api.PyEval_RestoreThread, api.PyErr_CheckSignals)
     library.tilewise_set_threads(_default_threads())
     wanted = os.environ.get("TILEWISE_CPU_ISA")
-    if wanted and not library.tilewise_use_isa(wanted.encode()):
-        raise OSError(f"TILEWISE_CPU_ISA={wanted}: this machine runs {', '.join(_isas(library))}")
+    if wanted and not library.tilewise_use_isa(wanted.lower().encode()):
+        raise ValueError(
+            f"TILEWISE_CPU_ISA={wanted}: expected one of {', '.join(_isas(library))}; set it to that or unset it"
+        )
     return library
 
 

@@ -76,14 +76,14 @@ constexpr int DELTA_ROWS = 8;
 // a * b + c as the micro-kernel rounds it: once, where the processor fuses the two. Said by name, since whether a
 // compiler fuses them in a loop like the one below depends on how it vectorises that.
 INLINE float fused(float a, float b, float c) {
-#if defined(__FMA__) || defined(__aarch64__)
+#if defined(__FP_FAST_FMAF)
     return __builtin_fmaf(a, b, c);
 #else
     return a * b + c;
 #endif
 }
 INLINE double fused(double a, double b, double c) {
-#if defined(__FMA__) || defined(__aarch64__)
+#if defined(__FP_FAST_FMA)
     return __builtin_fma(a, b, c);
 #else
     return a * b + c;

@@ -1,12 +1,14 @@
-// One query a head: nothing is packed, keys and values are read once, where they are, for all query heads that share
-// them. Memory is the limit here, and the processor fetches ahead best where whole rows are read one after the other,
-// a few of the keys and then as many of the values: each stream is fetched on while the other is computed with.
+// One query a head: nothing is packed, keys and values come from memory once, from where they are, for all query heads
+// that share them (and a plan). Memory is the limit here, and the processor fetches ahead best where whole rows are read
+// one after the other, a few of the keys and then as many of the values: each stream is fetched on while the other is
+// computed with.
 #pragma once
 #include "forward.h"
 
 namespace {
 
-constexpr int BATCH_KEYS = 16;    // read at a time by few heads; many have more to do with each than to wait for it
+constexpr int BATCH_KEYS = 16;    // read at a time by few heads
+constexpr int MANY_KEYS = 64;     // by many, which have more to do with each key than to wait for it
 constexpr int BATCHES_AHEAD = 2;  // are fetched where the processor has to be told to
 constexpr int DECODE_KEYS = 256;  // at a time where a program runs on their scores, for a program costs much to start
 
@@ -52,17 +54,16 @@ template <int G, class T> struct Few {
 // Where key j of the first of G heads stands among such vectors; of head g, g * KEYS further on.
 template <int G, class T> INLINE int lane_of(int j) { return j + (j & -(VL<T> / G)) * (G - 1); }
 
-// What is fetched into the second cache while a row is computed with: lines `from` to `to` of the row `further` on.
-// Many heads keep the processor busy for so long that it has to be told to; each few of them fetch their part.
+// What is fetched into the second cache while a row is computed with: the row `further` on, its columns from `from` to
+// `to`. Many heads keep the processor busy for so long that it has to be told to; each few of them fetch their part.
 struct Ahead {
-    int64_t further;
-    int part, parts;
+    int64_t further, from, to;
 
-    template <class Stored> INLINE void fetch(const Stored* row, int n) const {
+    // row: at column `begin` of those that are computed with, up to `end`.
+    template <class Stored> INLINE void fetch(const Stored* row, int64_t begin, int64_t end) const {
         constexpr int LINE = 64 / int(sizeof(Stored));
-        const int lines = n / LINE;
-        for (int i = lines * part / parts; i < lines * (part + 1) / parts; i++)
-            __builtin_prefetch(row + further + i * LINE, 0, 2);
+        for (int64_t c = round_up(larger(from, begin), LINE); c < smaller(to, end); c += LINE)
+            __builtin_prefetch(row + further + c - begin, 0, 2);
     }
 };
 
@@ -73,7 +74,7 @@ INLINE void few_dots(const T* q, int d, const Stored* const* rows, const Ahead& 
     Vec<T> sums[VL<T>];
 #pragma GCC unroll 16
     for (int i = 0; i < KEYS; i++) {
-        if (ahead.further > 0) ahead.fetch(rows[i], d);
+        if (ahead.further > 0) ahead.fetch(rows[i], 0, d);
         Vec<T> sum[G] = {};
 #pragma GCC unroll 8
         for (int x = 0; x < d; x += VL<T>) {
@@ -106,13 +107,15 @@ void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, const Ahead
         for (int g = 0; g < G; g++) s[g * KEYS + i] = -INF<T>;
 }
 
-// acc[h] = acc[h] * rescale[h] + sum of p[h][j] * v[j], for H of G heads and C vectors of columns.
+// acc[h] = acc[h] * rescale[h] + sum of p[h][j] * v[j], for H of G heads and C vectors of columns from column c0 on.
 template <int G, int H, int C, class T, class Stored>
-void weigh(const T* p, const Stored* v, int64_t ld, int n, int d_v, const Ahead& ahead, T* acc, const T* rescale) {
+void weigh(const T* p, const Stored* v, int64_t ld, int n, int c0, int d_v, const Ahead& ahead, T* acc, const T* rescale) {
     constexpr int KEYS = VL<T> / G;
+    v += c0;
+    acc += c0;
     Vec<T> sum[H][C] = {};
     for (int j = 0; j < n; j++, v += ld) {
-        if (ahead.further > 0) ahead.fetch(v, C * VL<T>);
+        if (ahead.further > 0) ahead.fetch(v, c0, c0 + C * VL<T>);
         const T* weight = p + lane_of<G, T>(j);
         Vec<T> value[C];
 #pragma GCC unroll 16
@@ -186,7 +189,7 @@ template <class T> class DecodeSplit {
             int64_t from = larger(begin, runs.table[i][0] * call_.tile_k);
             int64_t to = smaller(end, runs.table[i][1] * call_.tile_k);
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
-            const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : heads > 4 ? 4 * BATCH_KEYS : BATCH_KEYS;
+            const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : heads > 4 ? MANY_KEYS : BATCH_KEYS;
             for (; from < to; from += keys) {
                 Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked, from + BATCHES_AHEAD * keys >= to};
                 score<Stored>(batch);
@@ -206,17 +209,19 @@ template <class T> class DecodeSplit {
         for (; g < end; g++) act(Few<1, T>{g});
     }
 
-    // With few heads for each byte, rows come as fast as memory gives them by themselves, and fetching would only disturb.
-    template <class Stored, int G> static Ahead ahead(Few<G, T> few, const Batch& batch, int64_t ld) {
+    // Up to 4 heads in float32, 2 in half precision: rows come by themselves as fast as memory gives them, and fetching
+    // would only disturb.
+    template <class Stored, int G> static Ahead ahead(Few<G, T> few, const Batch& batch, const Array& rows, int64_t d) {
         if (batch.heads <= int64_t(sizeof(Stored)) || batch.last) return {};
-        return {BATCHES_AHEAD * batch.n * ld, int((few.first - batch.g) / 4), int((batch.heads + 3) / 4)};
+        const int64_t before = few.first - batch.g;
+        return {BATCHES_AHEAD * batch.n * rows.row, d * before / batch.heads, d * (before + G) / batch.heads};
     }
 
     // 2 s = q @ k.T
     template <class Stored> void score(const Batch& batch) {
         const Stored* k = row_of<Stored>(call_.k, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_ == call_.d) {
-            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch, ahead<Stored>(few, batch, call_.k.row)); });
+            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch, ahead<Stored>(few, batch, call_.k, call_.d)); });
         } else {
             widen_rows(k, call_.k.row, batch.n, int(call_.d), d_);
             by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, rows_, int64_t(d_), batch, Ahead{}); });
@@ -233,7 +238,7 @@ template <class T> class DecodeSplit {
     template <class Stored> void add_values(const Batch& batch) {
         const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_v_ == call_.d_v) {
-            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch, ahead<Stored>(few, batch, call_.v.row)); });
+            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch, ahead<Stored>(few, batch, call_.v, call_.d_v)); });
         } else {
             widen_rows(v, call_.v.row, batch.n, int(call_.d_v), d_v_);
             by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, rows_, int64_t(d_v_), batch, Ahead{}); });
@@ -241,12 +246,14 @@ template <class T> class DecodeSplit {
     }
     template <int G, class Stored> void weigh_few(Few<G, T> few, const Stored* v, int64_t ld, const Batch& batch, const Ahead& ahead) {
         constexpr int SUMS = MR >= 12 ? 16 : 8;  // that registers hold, beside the values
-        const bool from_memory = few.first == batch.g && sizeof(Stored) == sizeof(T);  // half as many bytes matter less
-        if (G < 4 || !from_memory) {
+        // Whole rows, two heads at a time, come faster from memory than parts of rows; later heads find them in the cache,
+        // and half as many bytes matter less.
+        const bool whole_rows = few.first == batch.g && sizeof(Stored) == sizeof(T);
+        if (G < 4 || !whole_rows) {
             weigh_of<G, 0, G, SUMS / larger(G, 2)>(few.first, v, ld, batch.n, ahead);
-        } else if constexpr (G == 4) {  // whole rows come faster than parts of rows
+        } else if constexpr (G == 4) {
             weigh_of<G, 0, 2, SUMS / 2>(few.first, v, ld, batch.n, ahead);
-            weigh_of<G, 2, 2, SUMS / 2>(few.first, v, ld, batch.n, ahead);
+            weigh_of<G, 2, 2, SUMS / 2>(few.first, v, ld, batch.n, Ahead{});
         }
     }
     // For heads `from` to `from` + H of G.
@@ -255,10 +262,10 @@ template <class T> class DecodeSplit {
         const T *p = s_ + first * DECODE_KEYS + from * Few<G, T>::KEYS, *rescale = rescale_ + first + from;
         T* acc = acc_ + (first + from) * d_v_;
         int c = 0;
-        for (; c + C * VL<T> <= d_v_; c += C * VL<T>) weigh<G, H, C>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
+        for (; c + C * VL<T> <= d_v_; c += C * VL<T>) weigh<G, H, C>(p, v, ld, n, c, d_v_, ahead, acc, rescale);
         if constexpr (C > 4)
-            for (; c + 4 * VL<T> <= d_v_; c += 4 * VL<T>) weigh<G, H, 4>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
-        for (; c < d_v_; c += VL<T>) weigh<G, H, 1>(p, v + c, ld, n, d_v_, ahead, acc + c, rescale);
+            for (; c + 4 * VL<T> <= d_v_; c += 4 * VL<T>) weigh<G, H, 4>(p, v, ld, n, c, d_v_, ahead, acc, rescale);
+        for (; c < d_v_; c += VL<T>) weigh<G, H, 1>(p, v, ld, n, c, d_v_, ahead, acc, rescale);
     }
 
     // Copies rows; one that ends within a vector is filled up with zeros.

@@ -127,9 +127,15 @@ template <class V> INLINE bool any_above(V a, V b) {
 template <> INLINE bool any_above(Vec<float> a, Vec<float> b) {
     return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
 }
+template <> INLINE bool any_above(Vec<double> a, Vec<double> b) {
+    return _mm512_cmp_pd_mask((__m512d)a, (__m512d)b, _CMP_GT_OQ) != 0;
+}
 #elif defined(__AVX2__)
 template <> INLINE bool any_above(Vec<float> a, Vec<float> b) {
     return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+}
+template <> INLINE bool any_above(Vec<double> a, Vec<double> b) {
+    return _mm256_movemask_pd(_mm256_cmp_pd((__m256d)a, (__m256d)b, _CMP_GT_OQ)) != 0;
 }
 #endif
 
