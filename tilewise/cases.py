@@ -38,9 +38,15 @@ SHAPES: dict[str, Shape] = {
     "one of each": _shape(1, 1, 1, 1, 1, 1),
     "smallest head": _shape(1, 2, 2, 70, 70, 1),
     "largest head": _shape(1, 1, 1, 70, 90, 512),
+    "several tiles": _shape(1, 4, 2, 300, 420, 64, 48),
+    "head of 128": _shape(1, 2, 1, 260, 300, 128),
+    "head of 256": _shape(1, 2, 1, 140, 260, 256, 192),
     "no queries": _shape(1, 2, 2, 0, 30, 16),
     "no keys": _shape(1, 2, 2, 30, 0, 16),
 }
+
+
+LARGER = ("several tiles", "head of 128", "head of 256")
 
 
 def _normal(rng: Rng, *shape: int) -> Array:
@@ -173,7 +179,10 @@ def conformance() -> list[Case]:
     """Every variant on one demanding shape, every shape under the main variants, types, strides, packed, extremes."""
     cases = [Case(variant, "ragged") for variant in VARIANTS]
     cases += [
-        Case(variant, shape) for shape in SHAPES if shape != "ragged" for variant in ("full", "causal", "all at once")
+        Case(variant, shape)
+        for shape in SHAPES
+        if shape not in ("ragged", *LARGER)
+        for variant in ("full", "causal", "all at once")
     ]
     cases += [
         Case(variant, "grouped", dtype)
@@ -183,4 +192,19 @@ def conformance() -> list[Case]:
     cases += [Case(variant, "grouped", strided=True) for variant in ("causal", "bias")]
     cases += [Case(variant, shape) for shape in PACKED for variant in PACKED_VARIANTS]
     cases += [Case("causal", "grouped", dtype, magnitude=1e4) for dtype in ("float16", "float32")]
+    return cases + _for_tensor_cores()
+
+
+def _for_tensor_cores() -> list[Case]:
+    """Half precision, over several of the large tiles of kernels that are made for it."""
+    cases = [Case(variant, "several tiles", "bfloat16") for variant in VARIANTS]
+    cases += [
+        Case(variant, shape, dtype)
+        for shape, dtype in (("head of 128", "bfloat16"), ("head of 128", "float16"), ("head of 256", "float16"))
+        for variant in ("full", "causal", "all at once")
+    ]
+    cases += [Case(variant, "packed", "bfloat16") for variant in PACKED_VARIANTS]
+    cases += [Case("causal", shape, "float16") for shape in ("more queries than keys", "one key", "one query")]
+    cases.append(Case("bias", "several tiles", "float16", strided=True))
+    cases += [Case("full", "several tiles", dtype, magnitude=m) for dtype in ("float16", "bfloat16") for m in (30, 1e4)]
     return cases

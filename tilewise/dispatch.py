@@ -56,11 +56,12 @@ class System:
     simulates: bool = False  # on the CPU what another system computes: taken only if named
 
 
+_CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
 SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
-    System("cuda", "tilewise.kernels.cuda", "CudaKernel", ("naive", "tiled")),
-    System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", ("naive", "tiled"), simulates=True),
+    System("cuda", "tilewise.kernels.cuda", "CudaKernel", _CUDA_RUNGS),
+    System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, simulates=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.simulates)
 SIMULATORS = tuple(system.name for system in SYSTEMS if system.simulates)

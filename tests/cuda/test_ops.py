@@ -42,7 +42,7 @@ def _values(mask: Expr | None, score: Expr | None, shape: Shape = SHAPE) -> tupl
     scores, conditions = (np.full(sizes, np.nan, np.float32) for _ in range(2))
     spec, tile, made = Attention(1.0, mask, score), Tile(8, 5), variant(mask, score)
     text = source(_Table(), made, shape, tile, headers=simulator.headers())
-    tables = marshal.tables(spec, shape, tile, planned=False)
+    tables = marshal.tables(spec, shape, tile, _Table())
     operands = {name: View.of_numpy(x) for name, x in (("q", s), ("out", scores), ("v", conditions))}
     loaded = [View.of_numpy(arrays.as_numpy(slot.array)) for slot in made.slots]
     params = marshal.params(spec, shape, tables, int(tables.numbers.ctypes.data), operands, None, loaded)

@@ -171,7 +171,7 @@ TILED_MISTAKES: dict[str, tuple[str, str, str]] = {
         "const Finished done", "if (query >= sequence.n_q) return;\n        const Finished done",
         "should take part and has ended|different operations",
     ),
-    "off by one key": ("column >= keys_left", "column > keys_left", WRONG),
+    "off by one key": ("first_key = tile * TILE_K", "first_key = tile * TILE_K + 1", WRONG),
     "no rescale": ("row_sum[i] *= rescale;", "", WRONG),
 }  # fmt: skip
 

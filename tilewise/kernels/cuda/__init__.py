@@ -9,6 +9,7 @@ from typing import Any
 
 from tilewise import arrays
 from tilewise.kernels.cuda import marshal, support
+from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import RUNGS, Rung
 from tilewise.kernels.cuda.source import assembled
@@ -24,7 +25,7 @@ class CudaKernel:
 
     def __init__(self, rung: str | None = None) -> None:
         self.name = "cuda" if rung is None else f"cuda/{rung}"
-        self.rung: Rung = RUNGS[rung or "tiled"]
+        self.rung: Rung | None = None if rung is None else RUNGS[rung]
 
     def unavailable(self) -> str | None:
         return _not_installed() or _no_gpu()
@@ -35,10 +36,13 @@ class CudaKernel:
         capability = sys.modules["torch"].cuda.get_device_capability(shape.device)
         if capability < OLDEST:
             return f"it needs compute capability {OLDEST[0]}.{OLDEST[1]}, and {shape.device} has {capability}"
-        return support.unsupported(spec, shape)
+        if self.rung is not None and self.rung.persistent and capability != HOPPER:
+            return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, and {shape.device} has {capability}"
+        return support.unsupported(spec, shape) or (None if self.rung is None else self.rung.unsupported(shape))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return self.rung.default_tile(shape.d, shape.d_v)
+        rung = self.rung or suited(shape, sys.modules["torch"].cuda.get_device_capability(shape.device))
+        return rung.default_tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         with sys.modules["torch"].cuda.device(q.device):
@@ -74,25 +78,30 @@ def _no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
 
 
-def _forward(rung: Rung, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Partial:
+def _forward(named: Rung | None, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Partial:
     from tilewise.kernels.cuda import launcher
 
     torch = sys.modules["torch"]
     shape = Shape.of(spec, q, k, v)
-    tile = rung.fitting(tile or rung.default_tile(shape.d, shape.d_v), shape.d, shape.d_v)
     out = _stored_as(q, shape.d_v)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    tables, numbers = launcher.tables_on(q.device, spec, shape, tile, rung.planned)
+    views = {name: View.of_torch(x) for name, x in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
+    rung = chosen(named, shape, views, torch.cuda.get_device_capability(q.device))
+    tile = rung.fitting(tile or rung.default_tile(spec, shape), shape)
+    tables, numbers = launcher.tables_on(q.device, spec, shape, tile, rung)
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
         return Partial(out, lse)
     text, slots = assembled(rung, spec, shape, tile)
     loaded = [_on_device(slot.array, slot.constant, q.device) for slot in slots]
-    operands = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
     params = marshal.params(
-        spec, shape, tables, numbers.data_ptr(), {name: View.of_torch(x) for name, x in operands.items()},
+        spec, shape, tables, numbers.data_ptr(), views,
         None if spec.sinks is None else View.of_torch(spec.sinks), [View.of_torch(x) for x in loaded],
     )  # fmt: skip
+    if rung.persistent:
+        maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
+        params = marshal.launch(params, shape, tables, maps, launcher.count_on(q.device))
+        blocks = min(blocks, torch.cuda.get_device_properties(q.device).multi_processor_count)
     launcher.launch(text, q.device, blocks, params)
     return Partial(out, lse)
 

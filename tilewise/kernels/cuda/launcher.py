@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tilewise.kernels.cuda import compiler, marshal
 from tilewise.kernels.cuda.marshal import Tables
+from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.source import ENTRY, Source
 from tilewise.sharing import Lock
 from tilewise.spec import Attention, Shape, Tile
@@ -21,6 +22,12 @@ T = TypeVar("T")
 
 _SHARED_BY_DEFAULT = 48 << 10  # a kernel that needs more dynamic shared memory must ask for it
 _MOST_KERNELS, _MOST_TABLES = 512, 256
+
+
+_FIRST_IN_GRAPH = (
+    "a CUDA graph is captured around a call that was never made before; make it once first, "
+    "so that its kernel is compiled and its plan is on the GPU"
+)
 
 
 class LaunchError(RuntimeError):
@@ -75,10 +82,7 @@ def _kept(cache: OrderedDict[Any, T], key: Any) -> T | None:
             if capturing:
                 _in_graphs[id(found)] = found
     if found is None and capturing:
-        raise LaunchError(
-            "a CUDA graph is captured around a call that was never made before; make it once first, "
-            "so that its kernel is compiled and its plan is on the GPU"
-        )
+        raise LaunchError(_FIRST_IN_GRAPH)
     return found
 
 
@@ -125,20 +129,64 @@ def _check(error: Any, what: str) -> None:
         raise LaunchError(f"{what}: {error.name} ({words.decode() if words else 'no words for it'})")
 
 
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class _Counts:
+    """Counts in a device's memory, 0 between launches: one a stream, and one for each launch that a graph captures."""
+
+    room: Any
+    of_stream: dict[int, int] = field(default_factory=dict)
+    taken: int = 0
+
+    def take(self) -> int:
+        if self.taken == len(self.room):
+            raise LaunchError(f"more than {len(self.room)} streams and captured launches on one device")
+        self.taken += 1
+        return int(self.room.data_ptr()) + 4 * (self.taken - 1)
+
+
+_counts: dict[int, _Counts] = {}
+_ROOM = 1 << 20
+
+
+def count_on(device: Any) -> int:
+    """The address of a count that no launch beside this one uses. Launches of one stream follow each other; those of
+    captured graphs may be replayed on any stream, so each has its own."""
+    import torch
+
+    capturing = torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    with _lock:
+        counts = _counts.get(device.index)
+        if counts is None:
+            if capturing:
+                raise LaunchError(_FIRST_IN_GRAPH)
+            room = torch.zeros(_ROOM, dtype=torch.int32, device=device)
+            torch.cuda.synchronize(device)  # once: other streams may not see them before they are 0
+            counts = _counts[device.index] = _Counts(room)
+        if capturing:
+            return counts.take()
+        if stream not in counts.of_stream:
+            counts.of_stream[stream] = counts.take()
+        return counts.of_stream[stream]
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def tables_on(device: Any, spec: Attention, shape: Shape, tile: Tile, planned: bool) -> tuple[Tables, Any]:
+def tables_on(device: Any, spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> tuple[Tables, Any]:
     """The tables of a call and their numbers on the device: kept, since they follow from shapes and the variant."""
     import torch
 
     lengths = () if spec.lengths is None else (spec.lengths.q.tobytes(), spec.lengths.k.tobytes())
     expressions = tuple(expr.key for expr in spec.expressions)
     constants = [slot.array for slot in spec.loaded if slot.constant]
-    key = (device.index, shape, tile, planned, lengths, expressions, *map(id, constants))
+    key = (device.index, shape, tile, rung.name, lengths, expressions, *map(id, constants))
     found = _kept(_tables, key)
     if found is None:
-        made = marshal.tables(spec, shape, tile, planned)
+        made = marshal.tables(spec, shape, tile, rung)
         # The constants stay with it, so that no other array gets their id.
         found = _keep(_tables, key, (made, torch.from_numpy(made.numbers).to(device), constants), _MOST_TABLES)
     tables, numbers, _ = found

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays
-from tilewise.expr import COMPARISONS, Expr, Loaded
+from tilewise.expr import COMPARISONS, Expr, Loaded, S
 from tilewise.walking import OpTable, evaluate
 
 STORED = {
@@ -91,11 +91,11 @@ def variant(mask: Expr | None, score: Expr | None) -> Variant:
     """What `variant.h` stands for in a kernel's source."""
     writer = _Writer()
     functions = [
-        writer.function("float", "score", score, "s", parameter=", float s"),
-        writer.function("bool", "mask", mask, "true"),
+        writer.function("float", "score", lambda: writer.term(S if score is None else score), parameter=", float s"),
+        writer.function("bool", "mask", lambda: writer.within_keys(mask)),
     ]
-    flags = f"constexpr bool HAS_MASK = {_bool(mask is not None)}, HAS_SCORE = {_bool(score is not None)};"
-    return Variant("\n\n".join([_OPENING, flags, *writer.places(), *functions, "}  // namespace variant\n"]),
+    flag = f"constexpr bool HAS_SCORE = {_bool(score is not None)};"
+    return Variant("\n\n".join([_OPENING, flag, *writer.places(), *functions, "}  // namespace variant\n"]),
                    tuple(writer.slots))  # fmt: skip
 
 
@@ -119,6 +119,7 @@ _VARIABLES = {
     Place.HEAD: {
         "B": "work.sequence.batch + work.b", "H": "work.h", "HK": "work.hk", "NQ": "work.sequence.total_q",
         "NK": "work.sequence.total_k", "origin_q": "work.sequence.origin_q", "origin_k": "work.sequence.origin_k",
+        "end_k": "work.sequence.origin_k + work.sequence.n_k",
         "packed_q": "work.sequence.packed_q", "packed_k": "work.sequence.packed_k",
     },
     Place.ROW: {"Q": "head.origin_q + query", "QP": "head.packed_q + query"},
@@ -139,17 +140,23 @@ class _Writer:
     _count: int = 0
 
     # -- the text -----------------------------------------------------------------------------------------------------
-    def function(self, result: str, name: str, expr: Expr | None, otherwise: str, parameter: str = "") -> str:
-        """The mask or the score as a function; `otherwise` is what it returns where there is none."""
+    def function(self, result: str, name: str, value: Callable[[], Term], parameter: str = "") -> str:
+        """The mask or the score as a function."""
         self.statements[Place.SCORE] = {}
-        value = otherwise
-        if expr is not None:
-            term = self.written(evaluate(expr, _Variables(), self._ops()))
-            self._need(term)
-            value = term.seen_from(Place.SCORE)
+        term = self.written(value())
+        self._need(term)
         given = f"const Params& params, const Head& head, const Row& row, const Key& key{parameter}"
-        body = _INDENT.join([*self._declarations(Place.SCORE), f"return {value};"])
+        body = _INDENT.join([*self._declarations(Place.SCORE), f"return {term.seen_from(Place.SCORE)};"])
         return f"{_INLINE} {result} {name}({given}) {{{_INDENT}{body}\n}}"
+
+    def term(self, expr: Expr) -> Term:
+        term: Term = evaluate(expr, _Variables(), self._ops())
+        return term
+
+    def within_keys(self, mask: Expr | None) -> Term:
+        """Where the mask holds and there is a key: a tile may end beyond the last one."""
+        exists = Term("", "bool", Place.SCORE, within=Range(most=({"end_k": 1, "": -1},)))
+        return exists if mask is None else self._and(self.term(mask), exists)
 
     def places(self) -> list[str]:
         """The structs of heads, rows and keys, and the functions that fill them in."""

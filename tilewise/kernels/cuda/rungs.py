@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from tilewise.spec import Tile
+from tilewise.kernels.cuda import wgmma
+from tilewise.spec import Attention, Shape, Tile
 
 SOURCES = Path(__file__).with_name("source")
 
@@ -16,60 +18,146 @@ class Rung(Protocol):
     name: str
     folder: Path
     planned: bool  # whether it visits the tiles of a plan, or simply all keys
+    persistent: bool  # whether its blocks take one query tile after the other, with tiles that TMA loads
 
-    def default_tile(self, d: int, d_v: int) -> Tile: ...
+    def unsupported(self, shape: Shape) -> str | None:
+        """Why it cannot compute calls of this shape."""
 
-    def fitting(self, tile: Tile, d: int, d_v: int) -> Tile:
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile: ...
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
         """The tile, or the largest one below it that the kernel has room for."""
 
     def threads(self, tile: Tile) -> int: ...
 
-    def constants(self, tile: Tile, d: int, d_v: int) -> dict[str, int]:
+    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
         """Further constants of the source; SHARED_BYTES is how much dynamic shared memory a block has."""
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        """Headers that are made for the source."""
 
 
 class Naive:
-    name, folder, planned = "naive", SOURCES, False
+    name, folder, planned, persistent = "naive", SOURCES, False, False
 
-    def default_tile(self, d: int, d_v: int) -> Tile:
+    def unsupported(self, shape: Shape) -> str | None:
+        return None
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return Tile(128, 128)
 
-    def fitting(self, tile: Tile, d: int, d_v: int) -> Tile:
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return Tile(min(tile.q, 256), tile.k)  # more threads would have too few registers
 
     def threads(self, tile: Tile) -> int:
         return tile.q
 
-    def constants(self, tile: Tile, d: int, d_v: int) -> dict[str, int]:
+    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
         return {"SHARED_BYTES": 0}
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {}
 
 
 class Tiled:
     """Tiles are smaller where heads are large: q lies in shared memory whole, acc in registers."""
 
-    name, folder, planned = "tiled", SOURCES, True
+    name, folder, planned, persistent = "tiled", SOURCES, True, False
     SLICE = 32
     MOST_KEYS = 128
 
-    def default_tile(self, d: int, d_v: int) -> Tile:
-        largest = max(d, d_v)
-        return Tile(64 if largest <= 128 else 32 if largest <= 256 else 16, 64)
+    def unsupported(self, shape: Shape) -> str | None:
+        return None
 
-    def fitting(self, tile: Tile, d: int, d_v: int) -> Tile:
-        return Tile(min(tile.q, self.default_tile(d, d_v).q), min(tile.k, self.MOST_KEYS))
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return Tile(self._most_rows(shape), 64)
+
+    def _most_rows(self, shape: Shape) -> int:
+        largest = max(shape.d, shape.d_v)
+        return 64 if largest <= 128 else 32 if largest <= 256 else 16
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
+        return Tile(min(tile.q, self._most_rows(shape)), min(tile.k, self.MOST_KEYS))
 
     def threads(self, tile: Tile) -> int:
         return 128
 
-    def constants(self, tile: Tile, d: int, d_v: int) -> dict[str, int]:
+    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
         # As in tiled.cu: whole rows of groups and lanes, whole slices, and four numbers more a row.
-        rows, keys, columns = _up(tile.q, 8), _up(tile.k, 16), _up(d, self.SLICE)
+        rows, keys, columns = _up(tile.q, 8), _up(tile.k, 16), _up(shape.d, self.SLICE)
         numbers = rows * (columns + 4) + keys * (self.SLICE + 4) + rows * (keys + 4)
         return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {}
+
+
+class ForwardSm90:
+    """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
+
+    name, folder, planned, persistent = "forward_sm90", SOURCES, True, True
+    DTYPES = ("float16", "bfloat16")
+    MOST_D = 256
+    SHARED = 227 << 10  # of a block
+    AROUND = 2048  # barriers, items and the room to align tiles
+    MOST_STAGES = 4
+
+    def unsupported(self, shape: Shape) -> str | None:
+        if shape.dtype not in self.DTYPES:
+            return f"it multiplies {' and '.join(self.DTYPES)}, and the arrays are {shape.dtype}"
+        if max(shape.d, shape.d_v) > self.MOST_D or shape.d % 8 or shape.d_v % 8:
+            taken = f"multiples of 8 up to {self.MOST_D}"
+            return f"it takes head dimensions that are {taken}, and they are {shape.d} and {shape.d_v}"
+        if shape.n_k == 0 or shape.n_q == 0:
+            return "there is nothing to load"
+        return None
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        largest = max(shape.d, shape.d_v)
+        if largest <= 64:
+            # Three warpgroups hide more, but their larger tiles leave more of a short sequence over.
+            sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
+            is_long = shape.n_q // sequences >= 2048 and not spec.batch_invariant
+            return Tile(192, 96) if is_long else Tile(128, 128)
+        return Tile(128, 128 if largest <= 128 else 96 if largest <= 192 else 80)
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
+        queries = 192 if tile.q >= 192 and max(shape.d, shape.d_v) <= 64 else 128
+        most = 96 if queries == 192 else self.default_tile(_PLAIN, shape).k if max(shape.d, shape.d_v) > 64 else 128
+        return Tile(queries, max(min(tile.k, most) // 16 * 16, 16))
+
+    def threads(self, tile: Tile) -> int:
+        return (tile.q // 64 + 1) * 128
+
+    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
+        q_bytes, stage_bytes = self._bytes(tile, shape)
+        stages = min((self.SHARED - self.AROUND - q_bytes) // stage_bytes, self.MOST_STAGES)
+        three = tile.q == 192
+        held = _up(shape.d_v, 16) // 2 + tile.k // 2 + tile.k // 4 + _up(shape.d, 16) // 4  # registers: acc, s, p, q
+        return {
+            "STAGES": stages,
+            "SHARED_BYTES": q_bytes + stages * stage_bytes + self.AROUND,
+            "Q_IN_REGISTERS": held <= 200,
+            # When most exponentials of a tile are under way, the product before is waited for.
+            "EIGHTHS_BEFORE_WAIT": 4 if three else 6 if shape.d > 64 else 8,
+            "CONSUMER_REGISTERS": 160 if three else 232,
+            "PRODUCER_REGISTERS": 32 if three else 40,
+        }
+
+    def _bytes(self, tile: Tile, shape: Shape) -> tuple[int, int]:
+        """Of q's tile, and of a stage of k and v: parts of 64 columns, whose rows have 128 bytes."""
+        q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
+        return tile.q * q_parts * 128, tile.k * (q_parts + v_parts) * 128
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {"wgmma.h": wgmma.header(shape.dtype, {tile.k, _up(shape.d_v, 16)})}
+
+
+_PLAIN = Attention(scale=1.0)
 
 
 def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-RUNGS: dict[str, Rung] = {"naive": Naive(), "tiled": Tiled()}
+RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}

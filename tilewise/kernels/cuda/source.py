@@ -42,15 +42,17 @@ def assembled(
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
     sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
+    raw = spec.scale > 0
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
-        rung, shape.d, shape.d_v, shape.dtype, tile, sinks, headers is None,
+        rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None,
         *(None if e is None else (e.key, *(number[id(x.array)] for x in loads(e))) for e in (spec.score, spec.mask)),
     )  # fmt: skip
     with _lock:
         found = _sources.pop(key, None)
         if found is None:
-            found = source(rung, variant(spec.mask, spec.score), shape, tile, sinks, headers)
+            made = variant(spec.mask, spec.score)
+            found = source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers)
         _sources[key] = found
         if len(_sources) > _MOST_SOURCES:
             _sources.popitem(last=False)
@@ -63,20 +65,31 @@ _MOST_SOURCES = 512
 
 
 def source(
-    rung: Rung, made: Variant, shape: Shape, tile: Tile, sinks: str | None = None, headers: Headers | None = None
+    rung: Rung,
+    made: Variant,
+    shape: Shape,
+    tile: Tile,
+    *,
+    raw: bool = True,
+    sinks: str | None = None,
+    headers: Headers | None = None,
 ) -> Source:
-    """The source of one kernel. `sinks`: their type, if there are any; `headers` replace files of those names."""
+    """The source of one kernel.
+
+    raw: products of q and k grow as scores do, so that the scale can be left to the exponent. sinks: their type, if
+    there are any. headers: these replace files of those names.
+    """
     constants = {
-        "D": shape.d, "D_V": shape.d_v, "TILE_Q": tile.q, "TILE_K": tile.k,
-        "MAX_RANK": structs.MAX_RANK, "N_ARRAYS": len(made.slots), **rung.constants(tile, shape.d, shape.d_v),
+        "D": shape.d, "D_V": shape.d_v, "TILE_Q": tile.q, "TILE_K": tile.k, "MAX_RANK": structs.MAX_RANK,
+        "N_ARRAYS": len(made.slots), "HAS_SINKS": sinks is not None, "RAW_SCORES": raw, **rung.constants(tile, shape),
     }  # fmt: skip
     config = "\n".join([
         "struct Half;", "struct BFloat;",
-        *(f"constexpr int {name} = {value};" for name, value in constants.items()),
-        f"constexpr bool HAS_SINKS = {'false' if sinks is None else 'true'};",
+        *(f"constexpr {type(x).__name__} {name} = {str(x).lower()};" for name, x in constants.items()),
         f"typedef {STORED[shape.dtype]} Element;", f"typedef {STORED[sinks or 'float32']} Sink;", "",
     ])  # fmt: skip
-    text = spliced(f"{rung.name}.cu", {"config.h": config, "variant.h": made.text, **(headers or {})}, rung.folder)
+    given = {"config.h": config, "variant.h": made.text, **rung.headers(tile, shape), **(headers or {})}
+    text = spliced(f"{rung.name}.cu", given, rung.folder)
     return Source(text, rung.name, rung.threads(tile), constants["SHARED_BYTES"])
 
 

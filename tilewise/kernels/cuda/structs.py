@@ -1,12 +1,14 @@
-"""The structures of source/params.h, field by field."""
+"""The structures that kernels take, field by field as in source/params.h and source/sm90.h."""
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, addressof, c_byte, c_float, c_int32, c_int64, c_void_p, sizeof
 from functools import cache
+from typing import Any
 
 MAX_RANK = 8
-MAX_ARRAYS = 24  # all of Params must fit the 4 KiB that kernels of any driver take as parameters
+MAX_ARRAYS = 20  # all of Launch must fit the 4 KiB that kernels of any driver take as parameters
+_ALIGNMENT = 64  # tensor maps need it
 
 # Sequence is a row of whole numbers.
 SEQUENCE_FIELDS = (
@@ -23,9 +25,12 @@ class Slot(Structure):
     _fields_ = [("data", c_void_p), ("step", c_int64 * MAX_RANK), ("size", c_int64 * MAX_RANK)]
 
 
+TensorMapBytes = c_byte * 128
+
+
 @cache
 def params_type(n_arrays: int) -> type[Structure]:
-    """Params, with as many loaded arrays as the kernel's source has."""
+    """Params, with as many loaded arrays as the kernel's source has, but at least one."""
 
     class Params(Structure):
         _fields_ = [
@@ -35,7 +40,28 @@ def params_type(n_arrays: int) -> type[Structure]:
             *((name, c_void_p) for name in ("sequences", "offsets", "runs")),
             *((name, c_int32) for name in ("n_sequences", "tiles", "heads", "group")),
             ("scale", c_float),
-            ("arrays", Slot * max(n_arrays, 1)),
+            ("arrays", Slot * n_arrays),
         ]  # fmt: skip
 
     return Params
+
+
+@cache
+def launch_type(n_arrays: int) -> type[Structure]:
+    """What a persistent kernel takes: Launch, with its Params inside."""
+
+    class Launch(Structure):
+        _fields_ = [
+            *((name, TensorMapBytes) for name in ("q", "k", "v")),
+            ("params", params_type(n_arrays)),
+            *((name, c_void_p) for name in ("order", "next_item")),
+            *((name, c_int32) for name in ("items", "section")),
+        ]  # fmt: skip
+
+    return Launch
+
+
+def aligned(kind: type[Structure]) -> Any:
+    """A structure at an address that is a multiple of 64, with room for C++ to round its size up to one."""
+    room = (c_byte * (sizeof(kind) + 2 * _ALIGNMENT))()
+    return kind.from_buffer(room, -addressof(room) % _ALIGNMENT)

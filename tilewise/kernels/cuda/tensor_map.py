@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
 
 _ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 _SWIZZLES = (0, 32, 64, 128)
@@ -66,7 +65,7 @@ class TensorMap:
         made.box[: len(self.box)] = self.box
         return made
 
-    def encoded(self) -> Any:
+    def encoded(self) -> bytes:
         """For a GPU, by its driver."""
         from cuda.bindings import driver
 
@@ -97,7 +96,7 @@ class TensorMap:
         )
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"the driver refuses the tensor map {self}: {error.name}")
-        return made
+        return ctypes.string_at(made.getPtr(), 128)
 
 
 class SimulatedMap(ctypes.Structure):

@@ -24,7 +24,11 @@ struct alignas(16) float4 {
 struct uint3 {
     unsigned x, y, z;
 };
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 // -- mistakes: where one is, in the kernel's own source ---------------------------------------------------------------
 // A function that takes WHERE knows the line it was called from, and passes it on with HERE.
@@ -126,6 +130,7 @@ inline float logf(float x) { return __builtin_logf(x); }
 inline float log1pf(float x) { return __builtin_log1pf(x); }
 inline float log2f(float x) { return __builtin_log2f(x); }
 inline float tanhf(float x) { return __builtin_tanhf(x); }
+inline float rintf(float x) { return __builtin_rintf(x); }
 inline float floorf(float x) { return __builtin_floorf(x); }
 inline float fabsf(float x) { return __builtin_fabsf(x); }
 inline float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }

@@ -456,6 +456,33 @@ void load_matrices(uint32* to, uint32 row, SourceLine where) {
     end_exchange();
 }
 
+// What each lane gives to a product of its warp.
+static void exchanged(uint64 (&of_lane)[WARP], uint32 low, uint32 high, SourceLine where) {
+    const uint64 mine = uint64(high) << 32 | low;
+    memcpy(shuffle_slot(current->number % WARP), &mine, 8);
+    warp_barrier(~0u, where);
+    for (int lane = 0; lane < WARP; lane++) memcpy(&of_lane[lane], shuffle_slot(lane), 8);
+    end_exchange();
+}
+
+void mma(float* d, const uint32* a, const uint32* b, bool bfloat, SourceLine where) {
+    uint64 a_first[WARP], a_second[WARP], b_all[WARP];  // depths 0 to 7 and 8 to 15 of a
+    exchanged(a_first, a[0], a[1], where);
+    exchanged(a_second, a[2], a[3], where);
+    exchanged(b_all, b[0], b[1], where);
+    const int lane = current->number % WARP;
+    const auto number = [bfloat](uint64 words, int upper, int e) {
+        return widened(uint16_t(words >> (32 * upper + 16 * e)), bfloat);
+    };
+    for (int i = 0; i < 4; i++) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; k++) {
+            const uint64* of_a = k < 8 ? a_first : a_second;
+            d[i] += number(of_a[row * 4 + k % 8 / 2], i / 2, k % 2) * number(b_all[column * 4 + k % 8 / 2], k / 8, k % 2);
+        }
+    }
+}
+
 // -- blocks -----------------------------------------------------------------------------------------------------------
 
 static void begin() {

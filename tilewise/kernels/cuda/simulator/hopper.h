@@ -27,6 +27,7 @@ struct Product {
 };
 void wgmma(float* d, const Product& product, SourceLine where);
 void load_matrices(uint32* to, uint32 row, SourceLine where);
+void mma(float* d, const uint32* a, const uint32* b, bool bfloat, SourceLine where);
 }  // namespace simulator
 
 namespace hw {
@@ -68,16 +69,19 @@ template <int N> void tma_store_wait(CALLED_FROM) { simulator::tma_store_wait(N,
 inline void wgmma_fence(CALLED_FROM) { simulator::wgmma_fence(where); }
 inline void wgmma_commit(CALLED_FROM) { simulator::wgmma_commit(where); }
 template <int N> void wgmma_wait(CALLED_FROM) { simulator::wgmma_wait(N, where); }
+inline void wgmma_wait_in_place(bool, CALLED_FROM) { simulator::wgmma_wait(0, where); }
+inline void wgmma_wait_alone(CALLED_FROM) { simulator::wgmma_wait(0, where); }
 template <class T, int N> void pin(T (&)[N]) {}
+inline void mma(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1, CALLED_FROM) {
+    const uint32 b[2] = {b0, b1};
+    simulator::mma(d, a, b, IsBFloat<Element>::value, where);
+}
+template <class T> uint32 packed(float low, float high) {
+    return narrow<T>(low).bits | uint32(narrow<T>(high).bits) << 16;
+}
 inline void load_matrices(uint32 (&to)[4], uint32 row, CALLED_FROM) { simulator::load_matrices(to, row, where); }
 inline float exp2_approximate(float x) { return exp2f(x); }
 
-template <class T> struct IsBFloat {
-    static constexpr bool value = false;
-};
-template <> struct IsBFloat<BFloat> {
-    static constexpr bool value = true;
-};
 constexpr bool BFLOAT = IsBFloat<Element>::value;
 template <int N, bool ADD, bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>
 void wgmma(float (&d)[N / 2], uint64 a, uint64 b, CALLED_FROM) {

@@ -11,11 +11,14 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, support
+from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import RUNGS, Rung
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import assembled
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+MULTIPROCESSORS = 2  # of the simulated GPU: enough for persistent blocks to share the work
 
 
 class CudaSimKernel:
@@ -23,21 +26,22 @@ class CudaSimKernel:
 
     summary = "the CUDA sources on the CPU simulator; named, never chosen"
 
-    def __init__(self, rung: str = "tiled", order: Order = Order.FORWARD, seed: int = 1) -> None:
-        self.name = f"cuda-sim/{rung}"
-        self.rung, self.order, self.seed = RUNGS[rung], order, seed
+    def __init__(self, rung: str | None = None, order: Order = Order.FORWARD, seed: int = 1) -> None:
+        self.name = "cuda-sim" if rung is None else f"cuda-sim/{rung}"
+        self.rung, self.order, self.seed = None if rung is None else RUNGS[rung], order, seed
 
     def unavailable(self) -> str | None:
         return simulator.unavailable()
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
-        return host.unsupported(shape) or support.unsupported(spec, shape)
+        of_rung = None if self.rung is None else self.rung.unsupported(shape)
+        return host.unsupported(shape) or support.unsupported(spec, shape) or of_rung
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return self.rung.default_tile(shape.d, shape.d_v)
+        return (self.rung or suited(shape, HOPPER)).default_tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
-        run = partial(_forward, rung=self.rung, tile=tile, order=self.order, seed=self.seed)
+        run = partial(_forward, named=self.rung, tile=tile, order=self.order, seed=self.seed)
         return host.run_forward(run, spec, q, k, v)
 
     def backward(
@@ -48,26 +52,33 @@ class CudaSimKernel:
 
 
 def _forward(
-    spec: Attention, q: Array, k: Array, v: Array, rung: Rung, tile: Tile | None, order: Order, seed: int
+    spec: Attention, q: Array, k: Array, v: Array, named: Rung | None, tile: Tile | None, order: Order, seed: int
 ) -> Partial:
     shape = Shape.of(spec, q, k, v)
-    tile = rung.fitting(tile or rung.default_tile(shape.d, shape.d_v), shape.d, shape.d_v)
     out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v))  # stored as q is, so that a caller's layout goes on
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], np.float32)
-    tables = marshal.tables(spec, shape, tile, rung.planned)
+    kept = {name: _walkable(x) for name, x in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
+    views = {name: View.of_numpy(x) for name, x in kept.items()}
+    rung = chosen(named, shape, views, HOPPER)
+    tile = rung.fitting(tile or rung.default_tile(spec, shape), shape)
+    tables = marshal.tables(spec, shape, tile, rung)
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
         return Partial(out, lse)
     text, slots = assembled(rung, spec, shape, tile, simulator.headers())
-    kept = {name: _walkable(x) for name, x in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
     sinks = None if spec.sinks is None else _walkable(arrays.as_numpy(spec.sinks))
     loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
     params = marshal.params(
-        spec, shape, tables, int(tables.numbers.ctypes.data), {name: View.of_numpy(x) for name, x in kept.items()},
+        spec, shape, tables, int(tables.numbers.ctypes.data), views,
         None if sinks is None else View.of_numpy(sinks), [View.of_numpy(x) for x in loaded],
     )  # fmt: skip
+    if rung.persistent:
+        count = np.zeros(1, np.int32)
+        maps = {name: bytes(x.simulated()) for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
+        params = marshal.launch(params, shape, tables, maps, int(count.ctypes.data))
+        blocks = min(blocks, MULTIPROCESSORS)
     simulator.compile_source(text.text).launch(
         params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
     )

@@ -70,14 +70,41 @@ template <int N> INLINE void tma_store_wait() {  // until shared memory is read 
 INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+// Waits for all products, just here: a compiler that finds a plain wait moves it up, above the work that should hide it.
+// A branch holds it in place, as long as its sides differ, if only by a remark. `always` must be beyond what it can know.
+INLINE void wgmma_wait_in_place(bool always) {
+    if (always) asm volatile("wgmma.wait_group.sync.aligned 0; // as always" ::: "memory");
+    else asm volatile("wgmma.wait_group.sync.aligned 0; // never" ::: "memory");
+}
+INLINE void wgmma_wait_alone() { asm volatile("wgmma.wait_group.sync.aligned 0; // nothing to do" ::: "memory"); }
+
+// The same product for one warp, and at once: d (16 x 8) += a (16 x 16) @ b (16 x 8).
+INLINE void mma(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
+    if constexpr (IsBFloat<Element>::value)
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    else
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// Two numbers, narrowed, in one register; the first in its lower half.
+template <class T> INLINE uint32 packed(float low, float high) {
+    uint32 both;
+    if constexpr (IsBFloat<T>::value) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
 
 // The compiler may not move these registers' values across this place.
-template <class T, int N> INLINE void pin(T (&values)[N]) {
+template <int N> INLINE void pin(float (&values)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; i++) {
-        if constexpr (T(0.5) != T(0)) asm volatile("" : "+f"(values[i])::"memory");
-        else asm volatile("" : "+r"(values[i])::"memory");
-    }
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(values[i])::"memory");
+}
+template <int N, int M> INLINE void pin(uint32 (&values)[N][M]) {
+#pragma unroll
+    for (int i = 0; i < N * M; i++) asm volatile("" : "+r"(values[i / M][i % M])::"memory");
 }
 
 // Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.

@@ -4,6 +4,13 @@
 typedef unsigned int uint32;
 typedef unsigned long long uint64;
 
+template <class T> struct IsBFloat {
+    static constexpr bool value = false;
+};
+template <> struct IsBFloat<BFloat> {
+    static constexpr bool value = true;
+};
+
 struct alignas(64) TensorMap {  // how the copy engine sees an array; made on the host (tensor_map.py)
     unsigned char opaque[128];
 };

@@ -55,9 +55,8 @@ __device__ __forceinline__ int sequence_of_tile(const Params& params, int tile) 
     return low;
 }
 
-__device__ __forceinline__ Work work_of_block(const Params& params, int block) {
+__device__ __forceinline__ Work work_of(const Params& params, int tile, int head) {  // of all tiles and heads of the call
     Work work;
-    int tile = block % params.tiles, head = block / params.tiles;
     work.h = head % params.heads;
     work.b = head / params.heads;
     work.hk = work.h / params.group;
@@ -65,6 +64,9 @@ __device__ __forceinline__ Work work_of_block(const Params& params, int block) {
     work.tile = tile - work.sequence.first_tile;
     work.first_query = work.tile * TILE_Q;
     return work;
+}
+__device__ __forceinline__ Work work_of_block(const Params& params, int block) {
+    return work_of(params, block % params.tiles, block / params.tiles);
 }
 
 // The first and last run (exclusive) of key tiles that a query tile visits.

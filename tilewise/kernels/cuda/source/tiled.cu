@@ -89,19 +89,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
             }
 
             // 3 score
-            // 4 mask (PARTIAL tiles only)
+            // 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
             if (variant::HAS_SCORE || run.kind == PARTIAL || TILE_K % LANES) {
 #pragma unroll
                 for (int j = 0; j < KEYS; j++) {
                     const int column = lane + j * LANES;
                     const variant::Key key = variant::key(params, head, first_key, column);
-                    const bool outside = column >= keys_left || column >= TILE_K;
 #pragma unroll
                     for (int i = 0; i < ROWS; i++) {
                         const variant::Row row = variant::seen_from(rows[i], first_key);
                         s[i][j] = variant::score(params, head, row, key, s[i][j]);
                         if (run.kind == PARTIAL && !variant::mask(params, head, row, key)) s[i][j] = -INFINITY;
-                        if (outside) s[i][j] = -INFINITY;
+                        if (column >= TILE_K) s[i][j] = -INFINITY;
                     }
                 }
             }

@@ -1,0 +1,27 @@
+"""Which kernel of the ladder serves a call."""
+
+from __future__ import annotations
+
+from tilewise.dispatch import Unsupported
+from tilewise.kernels.cuda.marshal import View, cannot_be_copied
+from tilewise.kernels.cuda.rungs import RUNGS, Rung
+from tilewise.spec import Shape
+
+HOPPER = (9, 0)
+
+
+def suited(shape: Shape, capability: tuple[int, int]) -> Rung:
+    """The fastest one for a shape."""
+    hopper = RUNGS["forward_sm90"]
+    return hopper if capability == HOPPER and hopper.unsupported(shape) is None else RUNGS["tiled"]
+
+
+def chosen(named: Rung | None, shape: Shape, views: dict[str, View], capability: tuple[int, int]) -> Rung:
+    """The one that was named, or the fastest for arrays that lie so."""
+    rung = named or suited(shape, capability)
+    reason = cannot_be_copied(views) if rung.persistent else None
+    if reason is None:
+        return rung
+    if named is not None:
+        raise Unsupported(f"the kernel {rung.name!r} cannot compute this call: {reason}")
+    return RUNGS["tiled"]

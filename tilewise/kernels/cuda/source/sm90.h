@@ -1,0 +1,107 @@
+// What the producer and the consumers of a Hopper kernel share: sizes, shared memory and its barriers, the item at hand.
+#pragma once
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Tiles lie in shared memory as the copy engine swizzles them: parts of 64 columns, whose rows have 128 bytes.
+constexpr int PART = 64, ROW_BYTES = 128;
+constexpr int Q_PARTS = ceil_div(D, PART), V_PARTS = ceil_div(D_V, PART);
+constexpr int DEPTH = ceil_div(D, 16) * 16, COLUMNS = ceil_div(D_V, 16) * 16;  // as wgmma takes them; what is beyond is 0
+constexpr int Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, K_BYTES = TILE_K * Q_PARTS * ROW_BYTES,
+              V_BYTES = TILE_K * V_PARTS * ROW_BYTES;
+constexpr int WARPGROUPS = TILE_Q / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
+constexpr bool PING_PONG = WARPGROUPS == 2 && D > 64;
+
+struct Launch {  // as in ../structs.py
+    TensorMap q, k, v;
+    Params params;
+    const int* order;  // query tiles, those with the most key tiles first
+    int* next_item;  // which item a block takes when it is done with one; 0 before and after
+    int items, section;  // query tiles of all heads; heads whose tiles are taken in turns, as their k and v fit L2
+};
+
+// A query tile of one head. Its runs are those of the plan, the first few at hand.
+constexpr int RUNS_AT_HAND = 8;
+struct Item {
+    Work work;
+    int n_runs, first_run;  // no runs: there are no more items
+    Run runs[RUNS_AT_HAND];
+};
+constexpr int ITEMS = 3;  // one is filled while another is computed and a third one stored
+
+// Where a pipeline stands: a stage, and the parity of its barriers' phase.
+template <int N> struct Ring {
+    int stage = 0;
+    uint32 parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == N) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+struct Shared {
+    uint32 base;
+    unsigned char* memory;
+
+    static constexpr int K = Q_BYTES, V = K + STAGES * K_BYTES, BARRIERS = V + STAGES * V_BYTES, ITEM = BARRIERS + 256,
+                         END = BARRIERS + 1024;
+    static_assert(ITEM + ITEMS * sizeof(Item) <= END && END + 1024 == SHARED_BYTES, "as the host reckons it");
+
+    __device__ __forceinline__ explicit Shared(unsigned char* given) {
+        const uint32 at = hw::shared_address(given);
+        base = (at + 1023) & ~1023u;  // what 128-byte swizzling needs
+        memory = given + (base - at);
+    }
+    __device__ __forceinline__ uint32 q() const { return base; }
+    __device__ __forceinline__ uint32 k(int stage) const { return base + K + stage * K_BYTES; }
+    __device__ __forceinline__ uint32 v(int stage) const { return base + V + stage * V_BYTES; }
+    __device__ __forceinline__ Item& item(int i) const { return reinterpret_cast<Item*>(memory + ITEM)[i]; }
+
+    // A full barrier tells consumers that a tile is there, a free one tells the producer that it was read.
+    __device__ __forceinline__ uint32 barrier(int i) const { return base + BARRIERS + 8 * i; }
+    __device__ __forceinline__ uint32 q_full() const { return barrier(0); }
+    __device__ __forceinline__ uint32 q_free() const { return barrier(1); }
+    __device__ __forceinline__ uint32 v_tail() const { return barrier(2); }
+    __device__ __forceinline__ uint32 k_full(int stage) const { return barrier(3 + stage); }
+    __device__ __forceinline__ uint32 k_free(int stage) const { return barrier(3 + STAGES + stage); }
+    __device__ __forceinline__ uint32 v_full(int stage) const { return barrier(3 + 2 * STAGES + stage); }
+    __device__ __forceinline__ uint32 v_free(int stage) const { return barrier(3 + 3 * STAGES + stage); }
+
+    __device__ __forceinline__ void init_barriers() const {
+        hw::mbarrier_init(q_full(), 1);
+        hw::mbarrier_init(q_free(), CONSUMER_WARPS);
+        hw::mbarrier_init(v_tail(), 1);
+        for (int stage = 0; stage < STAGES; stage++) {
+            hw::mbarrier_init(k_full(stage), 1);
+            hw::mbarrier_init(k_free(stage), CONSUMER_WARPS);
+            hw::mbarrier_init(v_full(stage), 1);
+            hw::mbarrier_init(v_free(stage), CONSUMER_WARPS);
+        }
+        hw::fence_mbarrier_init();
+    }
+};
+
+// The key tiles of an item, from the last to the first: a causal row meets its masked tiles, and its nearest keys, first.
+struct KeyTiles {
+    const Params* params;
+    const Item* item;
+    int run, tile, first;
+    bool partial;
+
+    __device__ __forceinline__ KeyTiles(const Params& params, const Item& item)
+        : params(&params), item(&item), run(__shfl_sync(~0u, item.n_runs, 0)) {
+        next_run();
+        tile--;
+    }
+    __device__ __forceinline__ bool next_run() {
+        if (--run < 0) return false;
+        const Run now = run < RUNS_AT_HAND ? item->runs[run] : params->runs[item->first_run + run];
+        tile = __shfl_sync(~0u, now.last, 0);
+        first = __shfl_sync(~0u, now.first, 0);
+        partial = __shfl_sync(~0u, now.kind, 0) == PARTIAL;
+        return true;
+    }
+    __device__ __forceinline__ bool next_tile() { return tile-- > first; }
+};

@@ -1,0 +1,136 @@
+// The producer: one warp that has the copy engine bring the tiles, as soon as consumers have freed their places.
+#pragma once
+
+struct Producer {
+    const Launch& launch;
+    const Shared& shared;
+    const int lane;
+    Ring<1> q_ring;
+    Ring<STAGES> k_ring, v_ring;
+    Ring<ITEMS> items;
+    Ring<1> tail_ring;
+    // The tile whose v is still to come: consumers need it a step after its k.
+    int v_tile, v_row, v_left, v_head, v_batch;
+
+    __device__ __forceinline__ Producer(const Launch& launch, const Shared& shared)
+        : launch(launch), shared(shared), lane(threadIdx.x), v_tile(-1) {
+        q_ring.parity = k_ring.parity = v_ring.parity = 1;  // all places are free
+    }
+
+    __device__ __forceinline__ void run() {
+        if (lane == 0) {
+            hw::tma_prefetch(&launch.q);
+            hw::tma_prefetch(&launch.k);
+            hw::tma_prefetch(&launch.v);
+        }
+        for (int index = blockIdx.x; index < launch.items;) {
+            const int fetched = fetch_next();
+            const Item& item = load_q(index);
+            for (int i = item.n_runs - 1; i >= 0; i--) {
+                const Run run = i < RUNS_AT_HAND ? item.runs[i] : launch.params.runs[item.first_run + i];
+                for (int tile = run.last - 1; tile >= run.first; tile--) {
+                    load_k(item.work, tile);
+                    load_v();
+                    v_is_next(item.work, tile);
+                }
+            }
+            index = fetched + gridDim.x;
+        }
+        load_v();
+        hw::mbarrier_wait(shared.q_free(), q_ring.parity);
+        shared.item(items.stage).n_runs = 0;
+        if (lane == 0) hw::mbarrier_arrive(shared.q_full());
+    }
+
+    // Each block begins with the item of its own number; the rest are taken in the order in which blocks ask. The last
+    // to ask leaves 0 for the next launch.
+    __device__ __forceinline__ int fetch_next() const {
+        int fetched = 0;
+        if (lane == 0) {
+            fetched = atomicAdd(launch.next_item, 1);
+            if (fetched == launch.items - 1) *launch.next_item = 0;
+        }
+        return __shfl_sync(~0u, fetched, 0);
+    }
+
+    __device__ __forceinline__ Work work_of_item(int index) const {
+        const Params& params = launch.params;
+        const int before = index / (launch.section * params.tiles) * launch.section;  // heads of sections before this one
+        const int heads = min(launch.section, launch.items / params.tiles - before);
+        const int rest = index - before * params.tiles;
+        return work_of(params, launch.order[rest / heads], before + rest % heads);
+    }
+
+    __device__ __forceinline__ const Item& load_q(int index) {
+        Item& item = shared.item(items.stage);
+        const Work work = work_of_item(index);
+        const int2 runs = runs_of_tile(launch.params, work);
+        hw::mbarrier_wait(shared.q_free(), q_ring.parity);
+        if (lane == 0) {
+            item.work = work;
+            item.n_runs = runs.y - runs.x;
+            item.first_run = runs.x;
+        }
+        if (lane < RUNS_AT_HAND && lane < runs.y - runs.x) item.runs[lane] = launch.params.runs[runs.x + lane];
+        __syncwarp();
+        if (lane == 0) {
+            hw::mbarrier_arrive_expect(shared.q_full(), Q_BYTES);
+            const int row = work.sequence.q_begin + work.first_query;
+            for (int part = 0; part < Q_PARTS; part++)
+                hw::tma_load_4d(shared.q() + part * TILE_Q * ROW_BYTES, &launch.q, shared.q_full(), part * PART, row, work.h,
+                                work.b);
+        }
+        q_ring.advance();
+        items.advance();
+        return item;
+    }
+
+    __device__ __forceinline__ void load_k(const Work& work, int tile) {
+        hw::mbarrier_wait(shared.k_free(k_ring.stage), k_ring.parity);
+        if (lane == 0) {
+            const uint32 full = shared.k_full(k_ring.stage);
+            hw::mbarrier_arrive_expect(full, K_BYTES);
+            for (int part = 0; part < Q_PARTS; part++)
+                hw::tma_load_4d(shared.k(k_ring.stage) + part * TILE_K * ROW_BYTES, &launch.k, full, part * PART,
+                                work.sequence.k_begin + tile * TILE_K, work.hk, work.b);
+        }
+        k_ring.advance();
+    }
+
+    __device__ __forceinline__ void v_is_next(const Work& work, int tile) {
+        v_tile = tile;
+        v_row = work.sequence.k_begin + tile * TILE_K;
+        v_left = work.sequence.n_k - tile * TILE_K;
+        v_head = work.hk;
+        v_batch = work.b;
+    }
+    __device__ __forceinline__ void load_v() {
+        if (v_tile < 0) return;
+        hw::mbarrier_wait(shared.v_free(v_ring.stage), v_ring.parity);
+        // Beyond the last key of a packed sequence lie the next one's, which may be anything: 0 * NaN would be NaN.
+        const bool clears = launch.params.n_sequences > 1 && v_left < TILE_K;
+        const uint32 full = shared.v_full(v_ring.stage), told = clears ? shared.v_tail() : full;
+        if (lane == 0) {
+            hw::mbarrier_arrive_expect(told, V_BYTES);
+            for (int part = 0; part < V_PARTS; part++)
+                hw::tma_load_4d(shared.v(v_ring.stage) + part * TILE_K * ROW_BYTES, &launch.v, told, part * PART, v_row,
+                                v_head, v_batch);
+        }
+        if (clears) {
+            hw::mbarrier_wait(told, tail_ring.parity);
+            tail_ring.advance();
+            clear_rows(v_left);
+            hw::fence_async();
+            __syncwarp();
+            if (lane == 0) hw::mbarrier_arrive(full);
+        }
+        v_ring.advance();
+    }
+    __device__ __forceinline__ void clear_rows(int from) const {
+        for (int part = 0; part < V_PARTS; part++) {
+            unsigned char* const tile = shared.memory + Shared::V + v_ring.stage * V_BYTES + part * TILE_K * ROW_BYTES;
+            for (int i = from * ROW_BYTES / 16 + lane; i < TILE_K * ROW_BYTES / 16; i += 32)
+                reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
+        }
+    }
+};

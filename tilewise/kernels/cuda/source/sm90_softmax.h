@@ -1,0 +1,177 @@
+// The softmax of a warpgroup's rows. A thread has two rows (g and g + 8) and, of each eight columns, two; four threads (a
+// quad) have a whole row together. s[n * 4 + half * 2 + e] is row g + half * 8, column n * 8 + lane % 4 * 2 + e.
+#pragma once
+
+constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float PATIENCE = 8;  // how far, as a power of 2, a row may be above its row_max before it is worth a rescale
+constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
+
+// Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
+// must stay below 65504.
+constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p63f;
+
+struct Places {  // the values of the variant that do not change from key to key
+    variant::Head head;
+    variant::Row rows[2];
+};
+__device__ __forceinline__ Places places_of(const Params& params, const Item& item, int first_row) {
+    const variant::Head head = variant::head(params, item.work);
+    const int query = item.work.first_query + first_row;
+    return {head, {variant::row(params, head, query), variant::row(params, head, query + 8)}};
+}
+
+__device__ __forceinline__ float sum_of_quad(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+__device__ __forceinline__ float largest_of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
+__device__ __forceinline__ float power_of_2(int exponent) { return __uint_as_float(unsigned(127 + exponent) << 23); }
+
+template <int KEYS> struct Softmax {
+    float s[KEYS / 2];
+    // As powers of 2, and rounded to whole ones: then rescaling multiplies by a power of 2 and loses nothing.
+    float row_max[2];
+    float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
+
+    // What makes a score as it is kept a power of 2.
+    __device__ __forceinline__ static float binary_scale(const Launch& launch) {
+        return SCORED ? LOG2_E : launch.params.scale * LOG2_E;
+    }
+
+    // 3 score, 4 mask
+    template <bool MASKED>
+    __device__ __forceinline__ void score(const Params& params, const Places& places, int tile, int lane) {
+        const int first_key = tile * KEYS + lane % 4 * 2;  // so that columns below are constants
+        const variant::Row rows[2] = {variant::seen_from(places.rows[0], first_key),
+                                      variant::seen_from(places.rows[1], first_key)};
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const variant::Key key = variant::key(params, places.head, first_key, n * 8 + e);
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    float& x = s[n * 4 + half * 2 + e];
+                    if (SCORED) x = variant::score(params, places.head, rows[half], key, x * params.scale);
+                    if (MASKED && !variant::mask(params, places.head, rows[half], key)) x = -INFINITY;
+                }
+            }
+    }
+
+    // 5 row_max, rescale, p, row_sum
+    __device__ __forceinline__ void begin(const Launch& launch) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            row_max[half] = rintf(largest(half) * binary_scale(launch));
+            row_sum[half] = 0;
+        }
+        exponentiate(launch, row_sum);
+    }
+    // True if acc must be rescaled. Within `patience` of row_max nothing changes.
+    __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
+        const float new_max[2] = {largest(0) * binary_scale(launch), largest(1) * binary_scale(launch)};
+        const bool needed = __any_sync(~0u, new_max[0] > row_max[0] + patience || new_max[1] > row_max[1] + patience);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            rescale[half] = 1;
+            if (needed) {
+                const float larger = fmaxf(row_max[half], rintf(new_max[half]));
+                rescale[half] = hw::exp2_approximate(row_max[half] - finite(larger));
+                row_max[half] = larger;
+                row_sum[half] *= rescale[half];
+            }
+        }
+        exponentiate(launch, row_sum);
+        return needed;
+    }
+    __device__ __forceinline__ float largest(int half) const {
+        float even = s[half * 2], odd = s[half * 2 + 1];
+#pragma unroll
+        for (int n = 1; n < KEYS / 8; n++) {
+            even = fmaxf(even, s[n * 4 + half * 2]);
+            odd = fmaxf(odd, s[n * 4 + half * 2 + 1]);
+        }
+        return largest_of_quad(fmaxf(even, odd));
+    }
+    __device__ __forceinline__ void exponentiate(const Launch& launch, float (&sums)[2]) {
+        const float scale = binary_scale(launch), shift[2] = {-finite(row_max[0]), -finite(row_max[1])};
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+            s[i] = hw::exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
+            sums[i / 2 % 2] += s[i];
+        }
+    }
+
+    // p with the row_max of the tiles before: no maximum, no exchange between threads. A row that had no key yet comes to
+    // infinity. `meanwhile` runs when most exponentials are under way.
+    template <class Meanwhile>
+    __device__ __forceinline__ void speculate(const Launch& launch, float (&sums)[2], Meanwhile meanwhile) {
+        const float scale = binary_scale(launch), shift[2] = {-row_max[0], -row_max[1]};
+        sums[0] = sums[1] = 0;
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+            if (i == KEYS / 16 * EIGHTHS_BEFORE_WAIT) meanwhile();
+            s[i] = hw::exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
+            sums[i / 2 % 2] += s[i];
+        }
+        if (EIGHTHS_BEFORE_WAIT == 8) meanwhile();
+    }
+    // Whether all rows of the warp are: those beyond the last query may be anything.
+    __device__ __forceinline__ static bool is_safe(const float (&sums)[2], int rows_left) {
+        return all_below(SAFE_SUM, sums, rows_left);
+    }
+    __device__ __forceinline__ static bool is_finite(const float (&sums)[2], int rows_left) {
+        return all_below(FINITE_SUM, sums, rows_left);
+    }
+    __device__ __forceinline__ static bool all_below(float limit, const float (&sums)[2], int rows_left) {
+        const bool beyond = (!(sums[0] <= limit) && rows_left > 0) || (!(sums[1] <= limit) && rows_left > 8);
+        return !__any_sync(~0u, beyond);
+    }
+    // Weights too large, but numbers: a power of 2 brings them below 2 again.
+    __device__ __forceinline__ void tame(const float (&sums)[2], float (&rescale)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int exponent = max(exponent_of(largest(half)), 0);
+            rescale[half] = power_of_2(-exponent);
+            row_max[half] += float(exponent);
+            row_sum[half] = (row_sum[half] + sums[half]) * rescale[half];
+        }
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) s[i] *= rescale[i / 2 % 2];
+    }
+};
+
+// As in softmax.h, of a row_max that is a power of 2. It may be far from what the sum has grown to: the sum's own power
+// joins it first, or lse would be the difference of two large numbers.
+__device__ __forceinline__ Finished finished(float row_max, float row_sum, float sink) {
+    const int exponent = row_sum > 0 ? min(max(exponent_of(row_sum), -126), 126) : 0;
+    const float small = power_of_2(-exponent);
+    Finished done = finish((row_max + float(exponent)) * LN_2, row_sum * small, sink);
+    done.weight *= small;
+    return done;
+}
+
+// Thread i of a quad has words i of four groups of four; after this it has group i.
+__device__ __forceinline__ void transpose_in_quad(uint32 (&words)[4], int i) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+        const bool upper = i & step;
+        const int other = 3 - step;
+#pragma unroll
+        for (int j = 0; j <= other; j += other) {  // pairs j, j + step
+            uint32& low = words[j];
+            uint32& high = words[j + step];
+            const uint32 given = __shfl_xor_sync(~0u, upper ? low : high, step);
+            if (upper) low = given;
+            else high = given;
+        }
+    }
+}
+__device__ __forceinline__ void store_16_bytes(Element* to, const uint32 (&words)[4]) {
+    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
