@@ -31,7 +31,7 @@ def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, op
         dispatch.resolve(kernel, call.spec, call.shape)
     line, given = wire.encode(call.spec, kernel)
     constants = {id(slot.array) for slot in call.spec.loaded if slot.constant}
-    tensors = [x if arrays.is_torch(x) else _moved(x, call.q.device, id(x) in constants) for x in given]
+    tensors = [x if arrays.is_torch(x) else _tensor(x, call.q.device, id(x) in constants) for x in given]
     if torch._C._are_functorch_transforms_active():
         out, lse = autograd.Transformed.apply(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
     else:
@@ -39,10 +39,11 @@ def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, op
     return call.restore(out), call.restore(lse)
 
 
-def _moved(x: Any, device: Any, is_constant: bool) -> Any:
-    """A NumPy array on the tensors' device: lengths anew each time, what a variant made itself once."""
+def _tensor(x: Any, device: Any, is_constant: bool) -> Any:
+    """A NumPy array as a tensor: lengths where they are, for the host reads them; what a variant made on the tensors'
+    device, moved once."""
     if device.type == "cpu" or not is_constant or arrays.compiling():
-        return arrays.as_tensor(x).to(device)
+        return arrays.as_tensor(x)
     key = (id(x), str(device))
     if key not in _constants:
         if len(_constants) >= _MOST_CONSTANTS:

@@ -96,7 +96,8 @@ def _recognise(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any
     key = (template, *described, *(x.device for x in arrays))
     found = _recognised.get(key)
     if found is None:
-        validate.check_operands(q, k, v, sinks, arrays)
+        # Lengths, the last two, may be anywhere: the host reads them.
+        validate.check_operands(q, k, v, sinks, arrays[:-2] if template.packed else arrays)
         held = template.fill(arrays, sinks)
         shape = Shape.of(held, q, k, v)
         if not template.packed:
