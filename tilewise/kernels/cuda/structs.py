@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any
 
 MAX_RANK = 8
-MAX_ARRAYS = 20  # all of Launch must fit the 4 KiB that kernels of any driver take as parameters
+MOST_BYTES = 4 << 10  # of parameters that kernels of any driver take
+MAX_ARRAYS = 20  # all of Launch must fit them
 _ALIGNMENT = 64  # tensor maps need it
 
 # Sequence is a row of whole numbers.
