@@ -7,7 +7,7 @@ for each query tile a few (first, last, kind) ranges; and the same for each key 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -87,6 +87,14 @@ class Plan:
     @lazy
     def by_key(self) -> Runs:
         return _runs(self, keys_first=True)
+
+    def joined(self, count: int, most_skipped: int) -> Runs:
+        """Each `count` query tiles as one row, whose runs have a kind for each of them, two bits each.
+
+        For kernels whose warpgroups share what they load. EMPTY tiles are those that a warpgroup may leave out beside
+        others that do not: at either end of its tiles, `most_skipped` at most. None is left without a tile.
+        """
+        return _compressed(_joined(kinds, count, most_skipped) for kinds in _whole_rows(_bands(self, False), count))
 
     def kinds(self, b: int = 0, h: int = 0) -> Array:
         """The whole grid of tile kinds of one head, for looking at."""
@@ -217,15 +225,50 @@ def _runs(plan: Plan, keys_first: bool) -> Runs:
     """Runs along each row: a query tile's key tiles, or with keys_first a key tile's query tiles."""
     rows = plan.grid[1] if keys_first else plan.grid[0]
     axes = (0, 1, 3, 2) if keys_first else (0, 1, 2, 3)
-    tables: list[Array] = []
-    counts: list[Array] = []
-    for kinds in _bands(plan, keys_first):
-        table, count = _compress(kinds.transpose(axes))
-        tables.append(table)
-        counts.append(count)
-    if not counts:
+    if 0 in plan.grid:
         return Runs(np.zeros((0, 3), np.int64), np.zeros((1, 1, rows + 1), np.int64))
-    return _interleave(tables, counts)
+    return _compressed(kinds.transpose(axes) for kinds in _bands(plan, keys_first))
+
+
+def _compressed(bands: Iterable[Array]) -> Runs:
+    return _interleave(*zip(*map(_compress, bands), strict=True))
+
+
+def _whole_rows(bands: Iterable[Array], count: int) -> Iterator[Array]:
+    """Bands whose rows are multiples of `count`; the last one is filled up with EMPTY tiles."""
+    left: Array | None = None
+    for band in bands:
+        kinds = band if left is None else np.concatenate([left, band], axis=2)
+        whole = kinds.shape[2] // count * count
+        left = kinds[:, :, whole:]
+        if whole:
+            yield kinds[:, :, :whole]
+    if left is not None and left.shape[2]:
+        missing = count - left.shape[2]
+        yield np.concatenate([left, np.zeros_like(left[:, :, :1]).repeat(missing, axis=2)], axis=2)
+
+
+def _joined(kinds: Array, count: int, most_skipped: int) -> Array:
+    batch, heads, rows, columns = kinds.shape
+    parts = kinds.reshape(batch, heads, rows // count, count, columns)
+    visited = (parts != Kind.EMPTY).any(axis=3, keepdims=True)
+    visited[..., 0] |= ~visited.any(axis=-1)  # each row has a tile
+    skipped = (
+        _at_the_end(parts, visited, most_skipped)
+        | _at_the_end(parts[..., ::-1], visited[..., ::-1], most_skipped)[..., ::-1]
+    )
+    skipped &= (parts != Kind.EMPTY).any(axis=-1, keepdims=True)
+    parts = np.where(visited & ~skipped, np.maximum(parts, Kind.PARTIAL), Kind.EMPTY)
+    made: Array = (parts << (2 * np.arange(count, dtype=np.uint8))[:, None]).sum(axis=3, dtype=np.uint8)
+    return made
+
+
+def _at_the_end(parts: Array, visited: Array, most: int) -> Array:
+    """Where a part is EMPTY, and so are all of its tiles up to the end, of which at most that many are visited."""
+    none_after = np.flip(np.logical_and.accumulate(np.flip(parts == Kind.EMPTY, -1), axis=-1), -1)
+    rank = np.flip(np.cumsum(np.flip(visited, -1), axis=-1), -1)
+    made: Array = none_after & (rank <= most)
+    return made
 
 
 def _bands(plan: Plan, keys_first: bool) -> Iterator[Array]:
@@ -289,7 +332,7 @@ def _compress(kinds: Array) -> tuple[Array, Array]:
     return np.stack([first[keep], last[keep], kind[keep]], axis=1).astype(np.int64), count
 
 
-def _interleave(tables: list[Array], counts: list[Array]) -> Runs:
+def _interleave(tables: Sequence[Array], counts: Sequence[Array]) -> Runs:
     """Bands were made a group of rows at a time; runs are stored a head at a time."""
     count = np.concatenate(counts, axis=2)
     offsets = np.zeros((*count.shape[:2], count.shape[2] + 1), np.int64)

@@ -12,12 +12,16 @@ import numpy as np
 from tilewise.arrays import Array
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.rungs import Rung
+from tilewise.kernels.cuda.source import is_raw
 from tilewise.kernels.cuda.tensor_map import TensorMap
-from tilewise.schedule import Kind, Runs, plan
+from tilewise.schedule import Runs, plan
 from tilewise.spec import Attention, Shape, Tile
 
 _L2_SHARE = 24 << 20  # bytes of k and v that stay in a GPU's L2 cache while tiles of several heads are taken in turns
 _PART = 64  # columns that one copy of TMA takes: 128 bytes
+LOG2_E = 1.4426950408889634
+WARPGROUP_ROWS = 64
+RECORD = 32  # whole numbers of a record
 
 
 @dataclass(frozen=True)
@@ -45,78 +49,113 @@ class Tables:
     """The sequences of a call and the key tiles that each of their query tiles visits, as one array of int32."""
 
     numbers: Array
-    n_sequences: int
     tiles: int  # of queries, over all sequences
-    offsets_at: int
-    runs_at: int
-    order_at: int  # query tiles, those with the most key tiles first
-    is_even: bool  # whether all query tiles have as many
+    n_sequences: int
+    sequences_at: int = 0
+    offsets_at: int = 0
+    runs_at: int = 0
+    record_batch: int = 0
+    record_head: int = 0
+    is_even: bool = True  # whether all query tiles have as many key tiles
 
 
 def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
-    """A rung that follows no plan visits all keys, and needs the sequences alone."""
+    return _records(spec, shape, tile) if rung.persistent else _sequences(spec, shape, tile, rung.planned)
+
+
+def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[int, ...]:
+    """Sequence of source/params.h, but for where its offsets are."""
+    return (
+        first_tile, queries.start or 0, keys.start or 0, part.n_q, part.n_k, part.first_batch, part.origin_q,
+        part.origin_k, part.total_q, part.total_k, part.packed_q, part.packed_k,
+    )  # fmt: skip
+
+
+def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool) -> Tables:
+    """A table of sequences, and of the runs of their query tiles if the kernel follows a plan."""
     rows: list[tuple[int, ...]] = []
     offsets: list[Array] = []
     runs: list[Array] = []
-    sizes: list[Array] = []  # key tiles of each query tile, over the heads whose plans differ
     tiles = n_offsets = n_runs = 0
     for part, queries, keys in shape.sequences(spec.lengths):
-        steps = (0, 0)
-        at = n_offsets
-        if rung.planned:
-            by_query = _plan(spec, part, tile, rung)
-            if rung.persistent:
-                sizes.append(_sizes(by_query))
+        where = (0, 0, 0)
+        if planned:
+            by_query = plan(spec, part, tile).by_query
+            where = (n_offsets, *_steps(by_query.offsets))
             offsets.append(by_query.offsets.ravel() + n_runs)
             runs.append(by_query.table)
-            steps = _steps(by_query.offsets)
             n_offsets += by_query.offsets.size
             n_runs += len(by_query.table)
-        rows.append((
-            tiles, queries.start or 0, keys.start or 0, part.n_q, part.n_k, part.first_batch, part.origin_q,
-            part.origin_k, part.total_q, part.total_k, part.packed_q, part.packed_k, at, *steps,
-        ))  # fmt: skip
+        rows.append((*_fields(part, queries, keys, tiles), *where))
         tiles += -(-part.n_q // tile.q)
-    size = np.concatenate(sizes) if sizes else np.zeros(0)
-    order = np.argsort(-size, kind="stable")
-    parts = [np.array(rows, np.int32).ravel(), *offsets, *(table.ravel() for table in runs), order]
-    numbers = np.concatenate(parts).astype(np.int32) if rows else np.zeros(0, np.int32)
+    numbers = _joined(np.array(rows, np.int32), *offsets, *runs)
     offsets_at = len(rows) * len(structs.SEQUENCE_FIELDS)
-    runs_at = offsets_at + n_offsets
-    is_even = bool(np.all(size == size[:1]))
-    return Tables(numbers, len(rows), tiles, offsets_at, runs_at, runs_at + 3 * n_runs, is_even)
+    return Tables(numbers, tiles, len(rows), offsets_at=offsets_at, runs_at=offsets_at + n_offsets)
 
 
-def _plan(spec: Attention, part: Shape, tile: Tile, rung: Rung) -> Runs:
-    if not rung.persistent:
-        return plan(spec, part, tile).by_query
+def _records(spec: Attention, shape: Shape, tile: Tile) -> Tables:
+    """A record for each query tile, ready to be worked on (Item in source/sm90.h), those with the most keys first."""
+    records: list[Array] = []
+    runs: list[Array] = []
+    tiles = n_sequences = n_runs = 0
+    for part, queries, keys in shape.sequences(spec.lengths):
+        n_sequences += 1
+        if part.n_q == 0:
+            continue
+        made = _by_warpgroup(spec, part, tile)
+        records.append(_records_of(made, _fields(part, queries, keys, tiles), tile, n_runs))
+        runs.append(made.table)
+        tiles += -(-part.n_q // tile.q)
+        n_runs += len(made.table)
+    if not records:
+        return Tables(np.zeros(0, np.int32), 0, n_sequences)
+    heads = np.broadcast_shapes(*(x.shape[:2] for x in records))
+    every = np.concatenate([np.broadcast_to(x, (*heads, *x.shape[2:])) for x in records], axis=2)
+    size = every[..., -1].sum(axis=(0, 1))
+    every = every[:, :, np.argsort(-size, kind="stable")]
+    steps = _steps(every[..., 0])
+    return Tables(
+        _joined(every, *runs), tiles, n_sequences, runs_at=every.size, record_batch=steps[0], record_head=steps[1],
+        is_even=bool(np.all(size == size[0])),
+    )  # fmt: skip
+
+
+def _by_warpgroup(spec: Attention, part: Shape, tile: Tile) -> Runs:
+    """The plan of each warpgroup's rows, joined to query tiles."""
+    if part.n_k == 0:  # a tile to mask, so that there is one
+        rows = -(-part.n_q // tile.q)
+        return Runs(np.array([[0, 1, 0b010101]] * rows), np.arange(rows + 1)[None, None])
     if not spec.loaded:  # rows beyond the last query are computed as if they were there: no reason for a mask
-        part = replace(part, n_q=-(-part.n_q // tile.q) * tile.q)
-    return _never_empty(plan(spec, part, tile).by_query)
+        part = replace(part, n_q=-(-part.n_q // WARPGROUP_ROWS) * WARPGROUP_ROWS)
+    return plan(spec, part, Tile(WARPGROUP_ROWS, tile.k)).joined(tile.q // WARPGROUP_ROWS, most_skipped=1)
 
 
-def _never_empty(runs: Runs) -> Runs:
-    """A query tile that no key counts for gets a key tile to mask: each item of a persistent kernel has one."""
-    counts = np.diff(runs.offsets)
-    if counts.all():
-        return runs
-    at = np.cumsum(counts.ravel()) - counts.ravel()
-    table = np.insert(runs.table, at[counts.ravel() == 0], (0, 1, Kind.PARTIAL), axis=0)
-    counts = np.maximum(counts, 1)
-    ends = np.cumsum(counts.ravel()).reshape(counts.shape)
-    starts = ends[..., :1] - counts[..., :1]
-    return Runs(table, np.concatenate([starts, ends], axis=-1))
+def _records_of(made: Runs, fields: tuple[int, ...], tile: Tile, n_runs: int) -> Array:
+    """(batch or 1, heads or 1, query tiles, 32); the last number, which kernels do not read, is the count of tiles."""
+    starts, ends = made.offsets[..., :-1], made.offsets[..., 1:]
+    records = np.zeros((*starts.shape, RECORD), np.int64)
+    records[..., : len(fields)] = fields
+    number = np.arange(starts.shape[-1])
+    at = structs.ITEM_PLACES
+    records[..., at["tile"]] = number
+    records[..., at["first_query"]] = number * tile.q
+    records[..., at["n_runs"]] = ends - starts
+    records[..., at["first_run"]] = starts + n_runs
+    for i in range(structs.RUNS_AT_HAND):
+        run = made.table[np.minimum(starts + i, len(made.table) - 1)]
+        records[..., at["runs"] + 3 * i : at["runs"] + 3 * i + 3] = run
+    sizes = np.concatenate([[0], np.cumsum(made.table[:, 1] - made.table[:, 0])])
+    records[..., -1] = sizes[ends] - sizes[starts]
+    return records
 
 
-def _sizes(runs: Runs) -> Array:
-    ends = np.concatenate([[0], np.cumsum(runs.table[:, 1] - runs.table[:, 0])])
-    size: Array = np.diff(ends[runs.offsets]).sum(axis=(0, 1))
-    return size
+def _joined(*parts: Array) -> Array:
+    return np.concatenate([part.ravel() for part in parts]).astype(np.int32)
 
 
-def _steps(offsets: Array) -> tuple[int, int]:
+def _steps(table: Array) -> tuple[int, int]:
     """From one batch index and one head to the next; 0 where the plan is the same for all."""
-    batch, heads, rows = offsets.shape
+    batch, heads, rows = table.shape
     return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
 
 
@@ -143,7 +182,7 @@ def params(
         setattr(call, name, structs.Array(view.address, *view.steps[:3]))
     if sinks is not None:
         call.sinks, call.sinks_step = sinks.address, sinks.steps[0]
-    call.sequences = tables_address
+    call.sequences = tables_address + 4 * made.sequences_at
     call.offsets = tables_address + 4 * made.offsets_at
     call.runs = tables_address + 4 * made.runs_at
     call.n_sequences, call.tiles, call.heads, call.group = made.n_sequences, made.tiles, shape.heads, shape.group
@@ -155,15 +194,17 @@ def params(
     return call  # type: ignore[no-any-return]
 
 
-def launch(call: Any, shape: Shape, made: Tables, maps: dict[str, bytes], next_item: int) -> Structure:
+def launch(call: Any, spec: Attention, shape: Shape, made: Tables, maps: dict[str, bytes], next_item: int) -> Structure:
     """Launch of source/sm90.h around Params. `next_item`: the address of a count that is 0."""
     full: Any = structs.aligned(structs.launch_type(len(call.arrays)))
     for name, encoded in maps.items():
         setattr(full, name, structs.TensorMapBytes.from_buffer_copy(encoded))
     full.params = call
-    full.order = call.sequences + 4 * made.order_at
+    full.records = call.sequences
+    full.record_batch, full.record_head = made.record_batch, made.record_head
     full.next_item = next_item
     full.items, full.section = blocks(shape, made), _section(shape, made)
+    full.binary_scale = LOG2_E * (call.scale if is_raw(spec) else 1)
     return full  # type: ignore[no-any-return]
 
 

@@ -84,7 +84,7 @@ def prepare(
     params = marshal.params(spec, shape, tables, numbers.data_ptr(), views, sinks, in_order)
     if rung.persistent:
         maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
-        params = marshal.launch(params, shape, tables, maps, 0)
+        params = marshal.launch(params, spec, shape, tables, maps, 0)
         blocks = min(blocks, gpu.multiprocessors(device))
     return Prepared(device, source, blocks, params, _places(params, order, sinks is not None), numbers)
 

@@ -42,7 +42,7 @@ def assembled(
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
     sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
-    raw = spec.scale > 0
+    raw = is_raw(spec)
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
         rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None,
@@ -57,6 +57,11 @@ def assembled(
         if len(_sources) > _MOST_SOURCES:
             _sources.popitem(last=False)
     return found, slots
+
+
+def is_raw(spec: Attention) -> bool:
+    """Whether scores can stay products of q and k up to the exponent, which has the scale in it."""
+    return spec.score is None and spec.scale > 0
 
 
 _sources: OrderedDict[tuple[Any, ...], Source] = OrderedDict()

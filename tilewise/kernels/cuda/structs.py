@@ -18,6 +18,11 @@ SEQUENCE_FIELDS = (
 )  # fmt: skip
 
 
+# Item of source/sm90.h: where its numbers are after those of Sequence, and how many runs it has at hand.
+RUNS_AT_HAND = 3
+ITEM_PLACES = {"b": 15, "h": 16, "hk": 17, "tile": 18, "first_query": 19, "n_runs": 20, "first_run": 21, "runs": 22}
+
+
 class Array(Structure):
     _fields_ = [("data", c_void_p), ("batch", c_int64), ("head", c_int64), ("row", c_int64)]
 
@@ -55,8 +60,11 @@ def launch_type(n_arrays: int) -> type[Structure]:
         _fields_ = [
             *((name, TensorMapBytes) for name in ("q", "k", "v")),
             ("params", params_type(n_arrays)),
-            *((name, c_void_p) for name in ("order", "next_item")),
+            ("records", c_void_p),
+            *((name, c_int32) for name in ("record_batch", "record_head")),
+            ("next_item", c_void_p),
             *((name, c_int32) for name in ("items", "section")),
+            ("binary_scale", c_float),
         ]  # fmt: skip
 
     return Launch

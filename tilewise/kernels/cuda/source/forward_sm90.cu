@@ -33,6 +33,7 @@ struct Consumer {
     uint32 p[TILE_K / 16][4];
     uint32 q[Q_IN_REGISTERS ? DEPTH / 16 : 1][4];
     int rows_left;  // of the sequence, from the thread's first row
+    int skipped = 0;  // tiles whose k was skipped, and v not yet
     Places places;  // of the item, if scores need them in every tile
 
     __device__ __forceinline__ Consumer(const Launch& launch, const Shared& shared, int number)
@@ -56,6 +57,20 @@ struct Consumer {
     __device__ __forceinline__ void free_v() {
         arrive(shared.v_free(v_ring.stage));
         v_ring.advance();
+    }
+    // A tile that counts for another warpgroup only. Its k is let go at once, its v when that of the tile before was read.
+    __device__ __forceinline__ void skip_k() {
+        hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+        take_turn();
+        pass_turn();
+        free_k();
+        skipped++;
+    }
+    __device__ __forceinline__ void skip_v() {
+        for (; skipped > 0; skipped--) {
+            hw::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            free_v();
+        }
     }
 
     // 1 load q (to registers, if they have room)
@@ -135,7 +150,7 @@ struct Consumer {
     // 5 row_max, rescale, p, row_sum: sm90_softmax.h
     // A row's first keys: nothing to rescale yet.
     __device__ __forceinline__ void first_tile(const Item& item, const KeyTiles& keys) {
-        if (keys.partial) score<true>(item, keys.tile);
+        if (keys.kind == PARTIAL) score<true>(item, keys.tile);
         else score<false>(item, keys.tile);
         rows.begin(launch);
         free_k();
@@ -159,6 +174,7 @@ struct Consumer {
         }
         hw::pin(p);
         free_v();
+        skip_v();
         pack_p();
     }
     // A tile without one: speculation.
@@ -249,6 +265,18 @@ struct Consumer {
     }
 
     // -- all items of a block -------------------------------------------------------------------------------------------
+    // Up to its first tile that counts for this warpgroup; there is one.
+    __device__ __forceinline__ KeyTiles begin_keys(const Item& item) {
+        KeyTiles keys(launch.params, item, number);
+        for (; keys.kind == EMPTY; keys.next_run())
+            while (keys.has_tile()) skip_tile(keys);
+        keys.take_tile();
+        return keys;
+    }
+    __device__ __forceinline__ void skip_tile(KeyTiles& keys) {
+        keys.take_tile();
+        skip_k();
+    }
     __device__ __forceinline__ bool wait_for_item() {
         hw::mbarrier_wait(shared.q_full(), q_ring.parity);
         return __shfl_sync(~0u, shared.item(items.stage).n_runs, 0) > 0;
@@ -257,7 +285,7 @@ struct Consumer {
         if (PING_PONG && number == WARPGROUPS - 1) pass_turn();
         if (!wait_for_item()) return;
         const Item* item = &begin_item();
-        KeyTiles keys(launch.params, *item);
+        KeyTiles keys = begin_keys(*item);
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         take_turn();
         hw::wgmma_fence();
@@ -266,24 +294,27 @@ struct Consumer {
         hw::wgmma_wait<0>();
         hw::pin(rows.s);
         first_tile(*item, keys);
+        skip_v();
         pack_p();
         while (true) {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++) acc[i] = 0;
             do {
-                if (keys.partial) while (keys.next_tile()) masked_step(*item, keys.tile);
-                else while (keys.next_tile()) full_step(*item, keys.tile);
+                if (keys.kind == EMPTY) while (keys.has_tile()) skip_tile(keys);
+                while (keys.has_tile() && (keys.kind == PARTIAL || skipped > 0)) masked_step(*item, keys.take_tile());
+                while (keys.has_tile()) full_step(*item, keys.take_tile());
             } while (keys.next_run());
             if (!Q_IN_REGISTERS) free_q();
 
             // The last product of this item beside the first of the next.
             const Item& done = *item;
+            const int done_at = items.stage;
             const float row_max[2] = {rows.row_max[0], rows.row_max[1]}, row_sum[2] = {rows.row_sum[0], rows.row_sum[1]};
             items.advance();
             const bool more = wait_for_item();
             if (more) {
                 item = &begin_item();
-                keys = KeyTiles(launch.params, *item);
+                keys = begin_keys(*item);
                 begin_step();
                 first_tile(*item, keys);
                 hw::pin(rows.s);
@@ -291,6 +322,7 @@ struct Consumer {
                 hw::pin(acc);
                 hw::pin(p);
                 free_v();
+                skip_v();
                 pack_p();
             } else {
                 hw::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
@@ -301,8 +333,11 @@ struct Consumer {
                 hw::wgmma_wait<0>();
                 hw::pin(acc);
                 free_v();
+                skip_v();
             }
             store(done, row_max, row_sum);
+            __syncwarp();
+            arrive(shared.item_free(done_at));
             if (!more) return;
         }
     }
@@ -316,7 +351,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
         hw::registers_give_back<PRODUCER_REGISTERS>();
-        if (threadIdx.x < 32) Producer(launch, shared).run();
+        const int warp = threadIdx.x / 32;
+        if (warp == 0) Loader(launch, shared).run();
+        if (warp == 1) Scheduler(launch, shared).run();
     } else {
         hw::registers_take<CONSUMER_REGISTERS>();
         Consumer(launch, shared, warpgroup - 1).run();

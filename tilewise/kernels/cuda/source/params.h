@@ -17,7 +17,7 @@ struct Slot {  // an array that an expression loads from
 struct Run {  // key tiles first, first + 1 ... last - 1, all of one kind
     int first, last, kind;
 };
-constexpr int PARTIAL = 1, FULL = 2;
+constexpr int EMPTY = 0, PARTIAL = 1, FULL = 2;
 
 struct Sequence {  // the whole of a dense call, or one of the packed sequences
     int first_tile;  // of its queries, in the count of all sequences' query tiles

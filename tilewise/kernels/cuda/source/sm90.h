@@ -15,19 +15,24 @@ constexpr bool PING_PONG = WARPGROUPS == 2 && D > 64;
 struct Launch {  // as in ../structs.py
     TensorMap q, k, v;
     Params params;
-    const int* order;  // query tiles, those with the most key tiles first
+    const int* records;  // an Item for each query tile, those with the most key tiles first, but for the head
+    int record_batch, record_head;  // steps between the records of batch indices and heads whose plans differ
     int* next_item;  // which item a block takes when it is done with one; 0 before and after
     int items, section;  // query tiles of all heads; heads whose tiles are taken in turns, as their k and v fit L2
+    float binary_scale;  // what makes a score as it is kept a power of 2
 };
 
-// A query tile of one head. Its runs are those of the plan, the first few at hand.
-constexpr int RUNS_AT_HAND = 8;
+// A query tile of one head. Its runs are those of the plan, the first few at hand; a run has a kind for each warpgroup,
+// two bits each.
+constexpr int RUNS_AT_HAND = 3;
 struct Item {
     Work work;
     int n_runs, first_run;  // no runs: there are no more items
     Run runs[RUNS_AT_HAND];
+    int unused;
 };
-constexpr int ITEMS = 3;  // one is filled while another is computed and a third one stored
+static_assert(sizeof(Item) == 128, "a warp copies an item at once");
+constexpr int ITEMS = 4;  // one is stored, one computed, one loaded and one made ready at a time
 
 // Where a pipeline stands: a stage, and the parity of its barriers' phase.
 template <int N> struct Ring {
@@ -47,6 +52,7 @@ struct Shared {
 
     static constexpr int K = Q_BYTES, V = K + STAGES * K_BYTES, BARRIERS = V + STAGES * V_BYTES, ITEM = BARRIERS + 256,
                          END = BARRIERS + 1024;
+    static_assert(8 * (3 + 2 * ITEMS + 4 * STAGES) <= ITEM - BARRIERS, "barriers have room");
     static_assert(ITEM + ITEMS * sizeof(Item) <= END && END + 1024 == SHARED_BYTES, "as the host reckons it");
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
@@ -68,6 +74,8 @@ struct Shared {
     __device__ __forceinline__ uint32 k_free(int stage) const { return barrier(3 + STAGES + stage); }
     __device__ __forceinline__ uint32 v_full(int stage) const { return barrier(3 + 2 * STAGES + stage); }
     __device__ __forceinline__ uint32 v_free(int stage) const { return barrier(3 + 3 * STAGES + stage); }
+    __device__ __forceinline__ uint32 item_full(int i) const { return barrier(3 + 4 * STAGES + i); }
+    __device__ __forceinline__ uint32 item_free(int i) const { return barrier(3 + 4 * STAGES + ITEMS + i); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(q_full(), 1);
@@ -79,6 +87,10 @@ struct Shared {
             hw::mbarrier_init(v_full(stage), 1);
             hw::mbarrier_init(v_free(stage), CONSUMER_WARPS);
         }
+        for (int i = 0; i < ITEMS; i++) {
+            hw::mbarrier_init(item_full(i), 1);
+            hw::mbarrier_init(item_free(i), CONSUMER_WARPS + 1);
+        }
         hw::fence_mbarrier_init();
     }
 };
@@ -87,21 +99,21 @@ struct Shared {
 struct KeyTiles {
     const Params* params;
     const Item* item;
-    int run, tile, first;
-    bool partial;
+    int shift;  // where the kinds of this warpgroup are
+    int run, tile, first, kind;
 
-    __device__ __forceinline__ KeyTiles(const Params& params, const Item& item)
-        : params(&params), item(&item), run(__shfl_sync(~0u, item.n_runs, 0)) {
+    __device__ __forceinline__ KeyTiles(const Params& params, const Item& item, int warpgroup)
+        : params(&params), item(&item), shift(2 * warpgroup), run(__shfl_sync(~0u, item.n_runs, 0)) {
         next_run();
-        tile--;
     }
     __device__ __forceinline__ bool next_run() {
         if (--run < 0) return false;
         const Run now = run < RUNS_AT_HAND ? item->runs[run] : params->runs[item->first_run + run];
         tile = __shfl_sync(~0u, now.last, 0);
         first = __shfl_sync(~0u, now.first, 0);
-        partial = __shfl_sync(~0u, now.kind, 0) == PARTIAL;
+        kind = __shfl_sync(~0u, now.kind, 0) >> shift & 3;
         return true;
     }
-    __device__ __forceinline__ bool next_tile() { return tile-- > first; }
+    __device__ __forceinline__ bool has_tile() const { return tile > first; }
+    __device__ __forceinline__ int take_tile() { return --tile; }
 };

@@ -1,45 +1,29 @@
-// The producer: one warp that has the copy engine bring the tiles, as soon as consumers have freed their places.
+// The producer warpgroup: one warp makes items ready, another has the copy engine bring their tiles, as soon as consumers
+// have freed their places.
 #pragma once
 
-struct Producer {
+struct Scheduler {
     const Launch& launch;
     const Shared& shared;
     const int lane;
-    Ring<1> q_ring;
-    Ring<STAGES> k_ring, v_ring;
     Ring<ITEMS> items;
-    Ring<1> tail_ring;
-    // The tile whose v is still to come: consumers need it a step after its k.
-    int v_tile, v_row, v_left, v_head, v_batch;
 
-    __device__ __forceinline__ Producer(const Launch& launch, const Shared& shared)
-        : launch(launch), shared(shared), lane(threadIdx.x), v_tile(-1) {
-        q_ring.parity = k_ring.parity = v_ring.parity = 1;  // all places are free
+    __device__ __forceinline__ Scheduler(const Launch& launch, const Shared& shared)
+        : launch(launch), shared(shared), lane(threadIdx.x % 32) {
+        items.parity = 1;  // all places are free
     }
-
     __device__ __forceinline__ void run() {
-        if (lane == 0) {
-            hw::tma_prefetch(&launch.q);
-            hw::tma_prefetch(&launch.k);
-            hw::tma_prefetch(&launch.v);
-        }
-        for (int index = blockIdx.x; index < launch.items;) {
+        int index = blockIdx.x;
+        while (index < launch.items) {
             const int fetched = fetch_next();
-            const Item& item = load_q(index);
-            for (int i = item.n_runs - 1; i >= 0; i--) {
-                const Run run = i < RUNS_AT_HAND ? item.runs[i] : launch.params.runs[item.first_run + i];
-                for (int tile = run.last - 1; tile >= run.first; tile--) {
-                    load_k(item.work, tile);
-                    load_v();
-                    v_is_next(item.work, tile);
-                }
-            }
+            make_ready(index);
             index = fetched + gridDim.x;
         }
-        load_v();
-        hw::mbarrier_wait(shared.q_free(), q_ring.parity);
-        shared.item(items.stage).n_runs = 0;
-        if (lane == 0) hw::mbarrier_arrive(shared.q_full());
+        hw::mbarrier_wait(shared.item_free(items.stage), items.parity);
+        if (lane == 0) {
+            shared.item(items.stage).n_runs = 0;
+            hw::mbarrier_arrive(shared.item_full(items.stage));
+        }
     }
 
     // Each block begins with the item of its own number; the rest are taken in the order in which blocks ask. The last
@@ -53,26 +37,75 @@ struct Producer {
         return __shfl_sync(~0u, fetched, 0);
     }
 
-    __device__ __forceinline__ Work work_of_item(int index) const {
+    // Each lane copies a word of the record; what depends on the head is filled in.
+    __device__ __forceinline__ void make_ready(int index) {
         const Params& params = launch.params;
         const int before = index / (launch.section * params.tiles) * launch.section;  // heads of sections before this one
         const int heads = min(launch.section, launch.items / params.tiles - before);
-        const int rest = index - before * params.tiles;
-        return work_of(params, launch.order[rest / heads], before + rest % heads);
+        const int rest = index - before * params.tiles, head = before + rest % heads;
+        const int b = head / params.heads, h = head % params.heads;
+        const int64 record = int64(b) * launch.record_batch + int64(h) * launch.record_head + rest / heads;
+        const int word = launch.records[record * 32 + lane];
+        hw::mbarrier_wait(shared.item_free(items.stage), items.parity);
+        Item& item = shared.item(items.stage);
+        reinterpret_cast<int*>(&item)[lane] = word;
+        __syncwarp();
+        if (lane == 0) {
+            item.work.b = b;
+            item.work.h = h;
+            item.work.hk = h / params.group;
+            hw::mbarrier_arrive(shared.item_full(items.stage));
+        }
+        items.advance();
+    }
+};
+
+struct Loader {
+    const Launch& launch;
+    const Shared& shared;
+    const int lane;
+    Ring<1> q_ring;
+    Ring<STAGES> k_ring, v_ring;
+    Ring<ITEMS> items;
+    Ring<1> tail_ring;
+    // The tile whose v is still to come: consumers need it a step after its k.
+    int v_tile, v_row, v_left, v_head, v_batch;
+
+    __device__ __forceinline__ Loader(const Launch& launch, const Shared& shared)
+        : launch(launch), shared(shared), lane(threadIdx.x % 32), v_tile(-1) {
+        q_ring.parity = k_ring.parity = v_ring.parity = 1;  // all places are free
     }
 
-    __device__ __forceinline__ const Item& load_q(int index) {
-        Item& item = shared.item(items.stage);
-        const Work work = work_of_item(index);
-        const int2 runs = runs_of_tile(launch.params, work);
-        hw::mbarrier_wait(shared.q_free(), q_ring.parity);
+    __device__ __forceinline__ void run() {
         if (lane == 0) {
-            item.work = work;
-            item.n_runs = runs.y - runs.x;
-            item.first_run = runs.x;
+            hw::tma_prefetch(&launch.q);
+            hw::tma_prefetch(&launch.k);
+            hw::tma_prefetch(&launch.v);
         }
-        if (lane < RUNS_AT_HAND && lane < runs.y - runs.x) item.runs[lane] = launch.params.runs[runs.x + lane];
-        __syncwarp();
+        while (true) {
+            hw::mbarrier_wait(shared.item_full(items.stage), items.parity);
+            const Item& item = shared.item(items.stage);
+            const int n_runs = __shfl_sync(~0u, item.n_runs, 0);
+            hw::mbarrier_wait(shared.q_free(), q_ring.parity);
+            if (n_runs == 0) break;
+            load_q(item.work);
+            for (int i = n_runs - 1; i >= 0; i--) {
+                const Run run = i < RUNS_AT_HAND ? item.runs[i] : launch.params.runs[item.first_run + i];
+                for (int tile = run.last - 1; tile >= run.first; tile--) {
+                    load_k(item.work, tile);
+                    load_v();
+                    v_is_next(item.work, tile);
+                }
+            }
+            __syncwarp();
+            if (lane == 0) hw::mbarrier_arrive(shared.item_free(items.stage));
+            items.advance();
+        }
+        load_v();
+        if (lane == 0) hw::mbarrier_arrive(shared.q_full());
+    }
+
+    __device__ __forceinline__ void load_q(const Work& work) {
         if (lane == 0) {
             hw::mbarrier_arrive_expect(shared.q_full(), Q_BYTES);
             const int row = work.sequence.q_begin + work.first_query;
@@ -81,8 +114,6 @@ struct Producer {
                                 work.b);
         }
         q_ring.advance();
-        items.advance();
-        return item;
     }
 
     __device__ __forceinline__ void load_k(const Work& work, int tile) {

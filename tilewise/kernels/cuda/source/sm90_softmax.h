@@ -2,7 +2,7 @@
 // quad) have a whole row together. s[n * 4 + half * 2 + e] is row g + half * 8, column n * 8 + lane % 4 * 2 + e.
 #pragma once
 
-constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
+constexpr float LN_2 = 0.6931471805599453f;
 constexpr float PATIENCE = 8;  // how far, as a power of 2, a row may be above its row_max before it is worth a rescale
 constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
 
@@ -38,11 +38,6 @@ template <int KEYS> struct Softmax {
     float row_max[2];
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
 
-    // What makes a score as it is kept a power of 2.
-    __device__ __forceinline__ static float binary_scale(const Launch& launch) {
-        return SCORED ? LOG2_E : launch.params.scale * LOG2_E;
-    }
-
     // 3 score, 4 mask
     template <bool MASKED>
     __device__ __forceinline__ void score(const Params& params, const Places& places, int tile, int lane) {
@@ -67,14 +62,14 @@ template <int KEYS> struct Softmax {
     __device__ __forceinline__ void begin(const Launch& launch) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            row_max[half] = rintf(largest(half) * binary_scale(launch));
+            row_max[half] = rintf(largest(half) * launch.binary_scale);
             row_sum[half] = 0;
         }
         exponentiate(launch, row_sum);
     }
     // True if acc must be rescaled. Within `patience` of row_max nothing changes.
     __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
-        const float new_max[2] = {largest(0) * binary_scale(launch), largest(1) * binary_scale(launch)};
+        const float new_max[2] = {largest(0) * launch.binary_scale, largest(1) * launch.binary_scale};
         const bool needed = __any_sync(~0u, new_max[0] > row_max[0] + patience || new_max[1] > row_max[1] + patience);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -99,7 +94,7 @@ template <int KEYS> struct Softmax {
         return largest_of_quad(fmaxf(even, odd));
     }
     __device__ __forceinline__ void exponentiate(const Launch& launch, float (&sums)[2]) {
-        const float scale = binary_scale(launch), shift[2] = {-finite(row_max[0]), -finite(row_max[1])};
+        const float scale = launch.binary_scale, shift[2] = {-finite(row_max[0]), -finite(row_max[1])};
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) {
             s[i] = hw::exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
@@ -111,7 +106,7 @@ template <int KEYS> struct Softmax {
     // infinity. `meanwhile` runs when most exponentials are under way.
     template <class Meanwhile>
     __device__ __forceinline__ void speculate(const Launch& launch, float (&sums)[2], Meanwhile meanwhile) {
-        const float scale = binary_scale(launch), shift[2] = {-row_max[0], -row_max[1]};
+        const float scale = launch.binary_scale, shift[2] = {-row_max[0], -row_max[1]};
         sums[0] = sums[1] = 0;
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) {
