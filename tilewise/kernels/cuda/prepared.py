@@ -81,7 +81,7 @@ def prepare(
     place = {id(slot.array): i for i, slot in enumerate(slots)}
     order = [place[id(slot.array)] for slot in spec.loaded]
     in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
-    params = marshal.params(spec, shape, tables, numbers.data_ptr(), views, sinks, in_order)
+    params = marshal.params(spec, shape, tables, numbers.data_ptr(), views, sinks, in_order, source.constants)
     if rung.persistent:
         maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
         params = marshal.launch(params, spec, shape, tables, maps, 0)
