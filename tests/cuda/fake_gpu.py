@@ -39,9 +39,10 @@ class FakeGpu:
         yield
         self.device = before
 
-    def load(self, code: bytes, name: str, entry: str) -> tuple[Any, Any]:
+    def load(self, code: bytes, entry: str) -> tuple[Any, Any]:
+        name, text = code.decode().split("\0")
         self.loaded.append(name)
-        return None, (name, simulator.compile_source(code.decode()))
+        return None, (name, simulator.compile_source(text))
 
     def launch(
         self, function: Any, blocks: int, threads: int, shared_bytes: int, device: int, stream: int, arguments: int
@@ -75,7 +76,10 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     }  # fmt: skip
     for name, function in replaced.items():
         monkeypatch.setattr(gpu, name, function)
-    monkeypatch.setattr(launcher.compiler, "machine_code", lambda source, arch: source.text.encode())
+    monkeypatch.setattr(
+        launcher.compiler, "machine_code", lambda source, arch: f"{source.rung}\0{source.text}".encode()
+    )
+    monkeypatch.setattr(launcher.compiler, "prebuilt", lambda source, arch: None)
     monkeypatch.setattr(prepared, "assembled", lambda *call: assembled(*call, simulator.headers()))
     monkeypatch.setattr(TensorMap, "encoded", lambda self: bytes(self.simulated()))
     monkeypatch.setattr(cuda, "_not_installed", lambda: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import threading
 import weakref
 from typing import Any
@@ -326,3 +327,21 @@ def test_a_launch_that_fails_leaves_nothing_behind(fake_gpu: FakeGpu, monkeypatc
         with pytest.raises(launcher.LaunchError):
             tw.attention(*_inputs(1, **HOPPER))
     assert _close(tw.attention(*tensors), _want(tensors))
+
+
+def test_a_kernel_compiled_ahead_that_the_driver_refuses(
+    fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is of a newer compiler: the kernel is compiled here."""
+    caplog.set_level(logging.INFO, "tilewise")
+
+    def load(code: bytes, entry: str) -> Any:
+        if code == b"too new":
+            raise launcher.LaunchError("loading a kernel: CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+        return fake_gpu.load(code, entry)
+
+    monkeypatch.setattr(launcher.compiler, "prebuilt", lambda source, arch: b"too new")
+    monkeypatch.setattr(launcher.gpu, "load", load)
+    tensors = _inputs(0, **TILED)
+    assert _close(tw.attention(*tensors), _want(tensors))
+    assert "the prebuilt kernel 'tiled' is compiled anew: loading a kernel" in caplog.text

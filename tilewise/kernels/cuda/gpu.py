@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -75,13 +76,21 @@ def multiprocessors(device: int) -> int:
 # -- the driver -------------------------------------------------------------------------------------------------------
 
 
-def load(code: bytes, name: str, entry: str) -> tuple[Any, Any]:
-    """A library, which is unloaded when nothing holds it, and its kernel, for every device of the architecture."""
-    from cuda.core import ObjectCode
+class Library:
+    """Loaded machine code, which is unloaded when nothing holds it."""
 
-    module = ObjectCode.from_cubin(code, name=name)
-    # cuda-core's own launch takes no structs, so the kernel is called by the driver's function.
-    return module, _driver().CUfunction(int(module.get_kernel(entry).handle))
+    def __init__(self, code: bytes) -> None:
+        error, self.handle = _driver().cuLibraryLoadData(code, [], [], 0, [], [], 0)
+        _check(error, "loading a kernel")
+        weakref.finalize(self, _driver().cuLibraryUnload, self.handle).atexit = False
+
+
+def load(code: bytes, entry: str) -> tuple[Library, Any]:
+    """A library, and its kernel for every device of the architecture."""
+    library = Library(code)
+    error, kernel = _driver().cuLibraryGetKernel(library.handle, entry.encode())
+    _check(error, f"the kernel {entry!r}")
+    return library, _driver().CUfunction(int(kernel))
 
 
 def allow_shared(function: Any, shared_bytes: int, device: int) -> None:

@@ -8,6 +8,7 @@ graph will need again is never let go.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ _FIRST_IN_GRAPH = (
     "so that its kernel is compiled and its plan is on the GPU"
 )
 
+_logger = logging.getLogger("tilewise")
 _in_graphs: dict[int, Any] = {}  # what a captured graph may use at any time
 _lock = Lock()
 
@@ -70,23 +72,26 @@ class Loaded:
 _kernels: OrderedDict[tuple[str, str], Loaded] = OrderedDict()
 
 
-def architecture(capability: tuple[int, int]) -> str:
-    """What to compile for; 9.0 has instructions of its own."""
-    major, minor = capability
-    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
-
-
 def loaded(source: Source, device: int) -> Loaded:
     """The kernel of a source, for launches on a device."""
-    arch = architecture(gpu.capability(device))
+    arch = compiler.architecture(gpu.capability(device))
     found = _kept(_kernels, (source.text, arch))
     if found is None:
-        made = Loaded(*gpu.load(compiler.machine_code(source, arch), source.rung, ENTRY))
-        found = _keep(_kernels, (source.text, arch), made, _MOST_KERNELS)
+        found = _keep(_kernels, (source.text, arch), _load(source, arch), _MOST_KERNELS)
     if device not in found.allowed:
         gpu.allow_shared(found.function, source.shared_bytes, device)
         found.allowed.add(device)
     return found
+
+
+def _load(source: Source, arch: str) -> Loaded:
+    shipped = compiler.prebuilt(source, arch)
+    if shipped is not None:
+        try:
+            return Loaded(*gpu.load(shipped, ENTRY))
+        except LaunchError as error:  # made by a compiler newer than the driver
+            _logger.info("the prebuilt kernel %r is compiled anew: %s", source.rung, error)
+    return Loaded(*gpu.load(compiler.machine_code(source, arch), ENTRY))
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
