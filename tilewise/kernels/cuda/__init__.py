@@ -100,8 +100,8 @@ def _forward(named: Rung | None, spec: Attention, q: Any, k: Any, v: Any, tile: 
     )  # fmt: skip
     if rung.persistent:
         maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
-        params = marshal.launch(params, spec, shape, tables, maps, launcher.count_on(q.device))
         blocks = min(blocks, torch.cuda.get_device_properties(q.device).multi_processor_count)
+        params = marshal.launch(params, spec, shape, tables, maps, launcher.count_on(q.device), blocks)
     launcher.launch(text, q.device, blocks, params)
     return Partial(out, lse)
 

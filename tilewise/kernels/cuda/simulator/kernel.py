@@ -77,8 +77,8 @@ def _forward(
     if rung.persistent:
         count = np.zeros(1, np.int32)
         maps = {name: bytes(x.simulated()) for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
-        params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data))
         blocks = min(blocks, MULTIPROCESSORS)
+        params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data), blocks)
     simulator.compile_source(text.text).launch(
         params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
     )
