@@ -196,16 +196,20 @@ class _RoundsTooMuch(NumpyKernel):
         return Partial(done.out * np.float32(1 + 2.0**-20), done.lse) if done.out.dtype == np.float32 else done
 
 
+@pytest.mark.parametrize("queries", [None, 1])
 def test_what_happens_everywhere_is_no_luck(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    queries: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Everywhere, or with one query alone, which is a small part of all calls."""
     from tests import fuzz
 
-    monkeypatch.setattr(fuzz.dispatch, "kernel", lambda name: _RoundsTooMuch())
-    assert fuzz.main(["--kernel", "numpy", "--cases", "100", "--backward-share", "0"]) == 1
+    monkeypatch.setattr(fuzz.dispatch, "kernel", lambda name: _RoundsTooMuch(queries))
+    cases = "100" if queries is None else "600"
+    assert fuzz.main(["--kernel", "numpy", "--cases", cases, "--backward-share", "0"]) == 1
     told = capsys.readouterr().out
     assert "0 failures" in told
-    assert "FAILED: beyond the contract's limit more often than by luck: out of dense\n" in told
+    which = "out, out of dense" if queries is None else "out of decode"
+    assert f"FAILED: beyond the contract's limit more often than by luck: {which}\n" in told
 
 
 # -- kernels that take the process with them --------------------------------------------------------------------------

@@ -60,13 +60,8 @@ class Bounds:
         self.ops = error_ops(self.wide)
 
     def sum_of(self, terms: int) -> float:
-        """As a share of the terms' magnitudes: roundings of mean 0 add up as sqrt(n), and some stand around the sum.
-
-        In float64 the reference rounds as well, and may add one term after the other: if all are the same number, it
-        errs in one direction.
-        """
-        reference = terms if self.wide == "float64" else 0
-        return (4 * math.sqrt(terms) + FUNCTION + reference) * self.unit
+        """As a share of the terms' magnitudes: roundings of mean 0 add up as sqrt(n), and some stand around the sum."""
+        return (4 * math.sqrt(terms) + FUNCTION) * self.unit
 
     # -- scores and weights --------------------------------------------------------------------------------------------
     @cached_property
