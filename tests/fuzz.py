@@ -158,8 +158,8 @@ class Report:
         self.cases += 1
         self.backward += verdict.backward
         for counts, more in ((self.results, verdict.results), (self.lucky, verdict.lucky)):
-            counts += more
-            counts += Counter({f"{name} of {verdict.kind}": count for name, count in more.items()})
+            counts.update(more)
+            counts.update({f"{name} of {verdict.kind}": count for name, count in more.items()})
         self.worst = max(self.worst, (verdict.ratio, seed))
         self.dtypes[verdict.dtype] += 1
         self.kinds[verdict.kind] += 1
@@ -179,7 +179,7 @@ class Report:
         """Which results were beyond the contract's limit too often for luck: each within what rounding can do, and yet
         a kernel that rounds more than the contract has it."""
         share = {x: MOST_LUCK_OF_A_KIND if " of " in x else MOST_LUCK for x in self.lucky}
-        often = [x for x, n in self.lucky.items() if n > LUCK_SPARES and n > share[x] * self.results[x]]
+        often = [x for x, n in self.lucky.most_common() if n > LUCK_SPARES and n > share[x] * self.results[x]]
         return None if not often else f"beyond the contract's limit more often than by luck: {', '.join(often)}"
 
     def _luck(self) -> str:
