@@ -20,13 +20,14 @@ from tilewise.derivative import ONE, ZERO, derivative
 from tilewise.expr import BOOL, FLOAT, INT, NK, NQ, B, H, K, Q, S
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention
+from tilewise.walking import evaluate
 
 GRID = [-7, -3, -2, -1, 0, 1, 2, 5]
 FLOAT_GRID = [-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.75]
 
 
 def value(expr, dtype=np.float64, **env):
-    result = ex.evaluate(expr, env, numpy_ops(dtype))
+    result = evaluate(expr, env, numpy_ops(dtype))
     return np.asarray(result)[()]
 
 
@@ -598,11 +599,11 @@ def test_derivative_against_finite_differences(name, wrt):
         ops = dict(numpy_ops(np.float64))
         read = ops["load"]
         ops["load"] = lambda slot, *i: read(slot, *i) + (shift if wrt == "load" else 0)
-        return np.broadcast_to(ex.evaluate(expr, env, ops), (4, 5))
+        return np.broadcast_to(evaluate(expr, env, ops), (4, 5))
 
     numeric = (at(step) - at(-step)) / (2 * step)
     made = derivative(expr, S if wrt == "S" else X)
-    found = np.broadcast_to(ex.evaluate(made, {"S": s, "Q": q, "K": k}, numpy_ops(np.float64)), (4, 5))
+    found = np.broadcast_to(evaluate(made, {"S": s, "Q": q, "K": k}, numpy_ops(np.float64)), (4, 5))
     np.testing.assert_allclose(found, numeric, rtol=1e-5, atol=1e-6)
 
 

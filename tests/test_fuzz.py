@@ -21,11 +21,12 @@ from tests.fuzzing.rounding import error_ops
 from tests.fuzzing.variants import MASKS, SCORES
 from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS, dense_env
 from tilewise import arrays, dispatch
-from tilewise.expr import Loaded, evaluate, nodes
+from tilewise.expr import Loaded
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Grads, Partial, Tile
 from tilewise.variants import VARIANTS
+from tilewise.walking import evaluate, nodes
 
 ROOT = Path(__file__).parent.parent
 MEMORY = Memory()

@@ -18,6 +18,7 @@ from tilewise import arrays, reference
 from tilewise.expr import HK, KP, NK, NQ, QP, B, H, K, Q, S
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Attention, Lengths, Partial, Positions, Tile
+from tilewise.walking import nodes
 
 KERNEL = NumpyKernel()
 # The relative error of one rounding on storing, and of the sums in the type computed with.
@@ -166,7 +167,7 @@ MASKS = st.none() | st.sampled_from([
     tw.causal(), tw.window(3), tw.causal() & tw.window(4, 0), tw.causal() | tw.prefix(2), tw.dilated(2), K < 0,
     Q % 2 == 0, Q // 4 == K // 4, (K <= Q + (NK - NQ)) & (abs(Q - K) < 3 * (H + 1) + B), K % 3 == HK,
     NK - K < 5, K < NQ,
-]) | bool_exprs(3).filter(lambda e: all(n.kind != "float" for n in tw.expr.nodes(e)))  # fmt: skip
+]) | bool_exprs(3).filter(lambda e: all(n.kind != "float" for n in nodes(e)))  # fmt: skip
 
 
 @profile(200)

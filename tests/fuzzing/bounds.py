@@ -17,11 +17,12 @@ from tilewise import arrays, reference
 from tilewise.arrays import Array
 from tilewise.contract import ROUNDING
 from tilewise.derivative import derivative
-from tilewise.expr import Expr, S, evaluate
+from tilewise.expr import Expr, S
 from tilewise.kernels.numpy.ops import clamp
 from tilewise.reference import _per_key_head, _per_query_head, _softmax, _wanted_loads
 from tilewise.spec import Shape
 from tilewise.validate import Call
+from tilewise.walking import evaluate
 
 MOST_SCORE = 2.0**100
 MOST_MOVED = 0.02  # how much of its weight a row's rounding may move; beyond it a call says little

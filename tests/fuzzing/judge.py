@@ -26,9 +26,9 @@ from tilewise.contract import (
     forward_results,
 )
 from tilewise.dispatch import Kernel
-from tilewise.expr import variables
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Lengths, Partial
+from tilewise.walking import variables
 
 MOST_DRAWS = 100
 
