@@ -211,6 +211,12 @@ def test_memory_is_judged_at_the_longest_sequence() -> None:
     assert check.shown == "2.1%" and check.target == "at most 2.0%"
 
 
+def test_the_section_of_memory_calls_it_so() -> None:
+    lines = report.section("memory", made_up("memory", extra_bytes=2**20)).splitlines()
+    assert lines[1].endswith("extra memory, of all scores") and "speed" not in lines[1]
+    assert lines[2].endswith("1.0 MiB of 128 MiB")
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
