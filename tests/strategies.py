@@ -89,3 +89,9 @@ def dense_values(expr: Expr, shape: Shape = SMALL, seed: int = 0, dtype: Any = n
     with np.errstate(all="ignore"):
         value = evaluate(expr, dense_env(shape, seed, dtype), numpy_ops(dtype))
     return np.broadcast_to(value, (shape.batch, shape.heads, shape.n_q, shape.n_k))
+
+
+def value(expr: Expr, dtype: Any = np.float64, **env: Any) -> Any:
+    """At one place, whose variables are given."""
+    result = evaluate(expr, env, numpy_ops(dtype))
+    return np.asarray(result)[()]
