@@ -64,19 +64,45 @@ def test_a_plain_read_is_of_the_arrays_that_are_attended_over(monkeypatch: pytes
     assert playing.plain_read("tests.fake_library") is None
 
 
+class _Team:
+    """Notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def ask(self, name: str, method: str, count: int, timeout: float) -> list[float]:
+        self.asked.append(method)
+        return [1e-3] * count
+
+    def plain_read(self, name: str, timeout: float) -> float:
+        self.asked.append("plain read")
+        return 1e9
+
+
+@pytest.mark.parametrize(("queries", "asked"), [(1, ["turn", "plain read"]), (16, ["turn"])])
+def test_every_turn_of_a_decoding_step_is_followed_by_a_plain_read(queries: int, asked: list[str]) -> None:
+    team, entrant = _Team(), run._Entrant(verdict=None, rows=1, held_bytes=0, takes=1e-3, count=6)
+    for _ in range(3):
+        assert run.Sweep(())._turn(team, Cell("full", queries, 16, 8), "someone", entrant, 2) == [1e-3, 1e-3]
+    assert team.asked == 3 * asked
+    assert len(entrant.plain_reads) == team.asked.count("plain read")
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_tensors_on_the_cpu_are_the_arrays_that_are_read(dtype: str) -> None:
     pytest.importorskip("torch")
-    k = Problem.make(Cell("full", 1, 16, 8, dtype)).k
-    assert as_tensor("cpu")(k).data_ptr() == k.ctypes.data and k.ctypes.data % 64 == 0
+    problem = Problem.make(Cell("full", 1, 16, 8, dtype))
+    for x in (problem.q, problem.k, problem.v, problem.d_out):
+        assert as_tensor("cpu")(x).data_ptr() == x.ctypes.data and x.ctypes.data % 64 == 0
 
 
 def test_what_fits_the_cache_is_marked() -> None:
     cell = Cell("full", 1, 1024, 128, heads=8, heads_k=8)  # k and v: 8 MiB
-    plain = [roofline.PlainRead(rate, share=0.5) for rate in (1e9, 7e9, 2e9)]
+    plain = [roofline.PlainRead(rate, share) for rate, share in ((7e9, 0.25), (2e9, 0.5), (1e9, 1.0))]
     found = [roofline.reading(cell, 1e-3, plain, cache) for cache in (8 << 20, 4 << 20, None)]
     assert [(r["times_cache"], r["fits_cache"]) for r in found] == [(1.0, True), (2.0, False), (None, None)]
     assert found[0]["plain_read_gbs"] == 2.0 and found[0]["read_gbs"] == pytest.approx((8 << 20) / 1e6)
+    assert found[0]["read_fraction"] == 0.5
     unknown = roofline.reading(cell, 1e-3, [], None)
     assert unknown["plain_read_gbs"] is unknown["read_fraction"] is None
 

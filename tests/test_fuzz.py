@@ -207,6 +207,24 @@ class _RoundsTooMuch(NumpyKernel):
 
 
 @pytest.mark.parametrize(
+    ("name", "lucky", "results", "too_often"),
+    [
+        ("out", 5, 5, False),
+        ("out", 6, 6, True),
+        ("out", 6, 120, False),
+        ("out", 6, 119, True),
+        ("out of dense", 6, 40, False),
+        ("out of dense", 6, 39, True),
+    ],
+)
+def test_luck_is_rare_or_there_is_little_of_it(name: str, lucky: int, results: int, too_often: bool) -> None:
+    from tests import fuzz
+
+    told = fuzz.Report(results=Counter({name: results}), lucky=Counter({name: lucky})).too_lucky
+    assert told == (f"beyond the contract's limit more often than by luck: {name}" if too_often else None)
+
+
+@pytest.mark.parametrize(
     ("queries", "cases", "which"), [(None, 100, "out, out of dense, "), (1, 600, "out of decode\n")]
 )
 def test_what_happens_everywhere_is_no_luck(
