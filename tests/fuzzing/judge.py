@@ -26,9 +26,9 @@ from tilewise.contract import (
     forward_results,
 )
 from tilewise.dispatch import Kernel
-from tilewise.expr import variables
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Lengths, Partial
+from tilewise.walking import variables
 
 MOST_DRAWS = 100
 
@@ -197,7 +197,8 @@ class _Trial:
             self.verdict.ratio = max(self.verdict.ratio, ratio)
             name = e.what.split()[0]  # arrays together
             self.verdict.results[name] += 1
-            self.verdict.lucky[name] += bool(lucky)
+            if lucky:
+                self.verdict.lucky[name] += 1
 
     def _sequences_alone(self) -> Any:
         """A batch-invariant call's last sequence as a call of its own, where its variant does not ask which it is."""
