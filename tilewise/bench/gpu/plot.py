@@ -35,8 +35,8 @@ def _against_n(name: str, results: Results) -> Any:
     for i, mask in enumerate(masks):
         for j, d in enumerate(dims):
             shown = [r for r in records if r["variant"] == mask and r["d"] == d]
-            _lines(axes[i][j], shown, colours)
             _limit(axes[i][j], results)
+            _lines(axes[i][j], shown, colours)
             axes[i][j].set_title(f"{mask}, d = {d}", fontsize=11, fontweight="bold")
         axes[i][0].set_ylabel("TFLOP/s (higher is better)")
     for axis in axes[-1]:
