@@ -330,7 +330,7 @@ def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Pat
     shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
     for page in tables["PAGES"]:
         text = tables["fill"](page, tmp_path)
-        assert "Not measured yet" not in text
+        assert "Not measured yet: `tilewise bench --cpu" not in text
         assert "| training: geometric mean | 2.00x | at least 1.35x | ✓ |" in text
     assert "| float32 | causal | 8192 | 128 | " in text and "| 2.00x |" in text
     assert "| float32 | 65536 | 32 / 8 | " in text and " | 64.0 | 20.0 | 320% | 64% |" in text

@@ -88,15 +88,19 @@ _MEASURED: dict[str, tuple[tuple[str, ...], Show]] = {
 }
 
 
+def target_lines(found: list[Check]) -> list[str]:
+    """A line for every number beside its target, in columns."""
+    widths = [max(len(column) for column in columns) for columns in zip(*map(_columns, found), strict=True)]
+    return ["  ".join(f"{x:<{w}}" for x, w in zip(_columns(check), widths, strict=True)).rstrip() for check in found]
+
+
 def summary(sections: dict[str, Results]) -> str:
     found = checks(sections)
-    widths = [max(len(column) for column in columns) for columns in zip(*map(_columns, found), strict=True)]
-    lines = ["  ".join(f"{x:<{w}}" for x, w in zip(_columns(check), widths, strict=True)).rstrip() for check in found]
     judged = [check.met for check in found if check.met is not None]
     return "\n".join(
         [
             f"The targets ({PEER}'s time over ours, unless a line says otherwise):",
-            *lines,
+            *target_lines(found),
             f"{sum(judged)} of {len(judged)} met. {_conditions(next(iter(sections.values())))}",
         ]
     )

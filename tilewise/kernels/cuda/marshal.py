@@ -198,7 +198,7 @@ def params(
 def launch(
     call: Any, spec: Attention, shape: Shape, made: Tables, maps: dict[str, bytes], next_item: int, at_once: int
 ) -> Structure:
-    """Launch of source/sm90.h around Params. next_item: the address of a count that is 0; at_once: how many blocks run."""
+    """Launch of source/sm90.h around Params. next_item: the address of a count that is 0; at_once: blocks that run."""
     full: Any = structs.aligned(structs.launch_type(len(call.arrays)))
     for name, encoded in maps.items():
         setattr(full, name, structs.TensorMapBytes.from_buffer_copy(encoded))
@@ -218,7 +218,7 @@ def _section(shape: Shape, made: Tables, at_once: int) -> int:
     if sizes is None or np.all(sizes == sizes[0]):
         return 1
     by_cache = _L2_SHARE * shape.group // (2 * shape.n_k * (shape.d + shape.d_v))
-    by_balance = math.ceil(1.5 * at_once * sizes.max() / sizes.sum())
+    by_balance = math.ceil(1.5 * at_once * int(sizes.max()) / int(sizes.sum()))
     return max(1, min(max(by_cache, by_balance), shape.heads * shape.batch))
 
 
