@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu lint format engine library wheel sanitize pictures clean
+.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize pictures clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-gpu  what needs an NVIDIA GPU (pip install '.[cuda]' first)"
 	@echo "make format    apply ruff's formatting and fixes"
 	@echo "make engine    compile the native library again, what changed of it"
+	@echo "make kernels   compile the common CUDA kernels ahead (NVRTC or nvcc), for the next wheel"
 	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
 	@echo "make sanitize  the native library under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make pictures  draw the figures and write the tables of the docs again"
@@ -54,6 +55,12 @@ library: | $(VENV)/bin/pip
 engine: | $(VENV)/bin/pip
 	TILEWISE_REQUIRE_ENGINE=1 $(BUILD_ENGINE)
 
+# No wheel needs them: kernels that were not compiled ahead are compiled when they are first called.
+CUDA := tilewise/kernels/cuda
+
+kernels: $(VENV)/.package
+	$(BIN)/python -m tilewise.kernels.cuda.prebuild
+
 wheel: | $(VENV)/bin/pip
 	TILEWISE_REQUIRE_ENGINE=1 $(BIN)/pip wheel --no-deps --wheel-dir dist .
 
@@ -69,7 +76,7 @@ pictures: $(VENV)/.test
 	$(BIN)/python docs/tables.py
 
 clean:
-	rm -rf $(VENV) build dist $(CPU)/libtilewise.* $(CPU)/build.txt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist $(CPU)/libtilewise.* $(CPU)/build.txt $(CUDA)/prebuilt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The stamps make the second run quick: an install runs again only when pyproject.toml or setup.py changes.
 $(VENV)/bin/pip:

@@ -254,6 +254,17 @@ def test_a_new_array_of_the_same_kind_reads_nothing_again() -> None:
     assert wire._template.cache_info().misses == read + 1
 
 
+def test_lengths_may_be_on_another_device() -> None:
+    """The host reads them; a loaded array, which a kernel reads, may not."""
+    q, lengths = torch.empty(1, 2, 12, 4, device="meta"), torch.tensor([0, 5, 12])
+    packed = {"kernel": "auto", "scale": 1.0, "packed": True}
+    out, _ = attention(q, q, q, [lengths, lengths], None, json.dumps(packed))
+    assert out.device == q.device
+    line = json.dumps({**packed, "score": "S + load(a0, B)", "score arrays": [0]})
+    with pytest.raises(ValueError, match="is on cpu and q on meta"):
+        attention(q, q, q, [torch.ones(2), lengths, lengths], None, line)
+
+
 def test_lengths_are_not_part_of_what_is_kept() -> None:
     q = torch.randn(12, 2, 4)
     for lengths in ([0, 12], [0, 5, 12], [0, 0, 7, 12]):

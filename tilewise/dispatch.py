@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -43,6 +44,19 @@ class Kernel(Protocol):
         d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads: ...
+
+
+class Launch(Protocol):
+    def launch(self, addresses: Sequence[int]) -> None:
+        """Compute; the addresses of q, k, v, out, lse, the loaded arrays in their order, and of sinks, if any."""
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A kernel system that makes a call ready once, for all arrays that lie the same."""
+
+    def prepared(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Launch | None:
+        """None if there is nothing to compute."""
 
 
 @dataclass(frozen=True)

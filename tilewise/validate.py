@@ -42,16 +42,21 @@ class Call:
 
     def restore(self, x: Any) -> Any:
         """An array of (batch, heads, n, ...) in the caller's layout."""
-        if self.rank == PACKED:
-            return x[0].swapaxes(0, 1)
-        return x[0, 0] if self.rank == 2 else x[:, 0] if self.rank == 3 else x
+        return restore(x, self.rank)
 
     def expand(self, x: Any) -> Any:
         """The opposite of restore."""
-        return _expand(x, self.rank)
+        return expand(x, self.rank)
 
 
-def _expand(x: Any, rank: int) -> Any:
+def restore(x: Any, rank: int) -> Any:
+    """An array of (batch, heads, n, ...) as callers have it whose arrays are of this rank, or PACKED."""
+    if rank == PACKED:
+        return x[0].swapaxes(0, 1)
+    return x[0, 0] if rank == 2 else x[:, 0] if rank == 3 else x
+
+
+def expand(x: Any, rank: int) -> Any:
     """A caller's array as (batch, heads, n, ...), without a copy."""
     if rank == PACKED:
         return x.swapaxes(0, 1)[None]
@@ -83,7 +88,7 @@ def outline(q: Any, k: Any, v: Any, **options: Any) -> Call:
             raise ValueError(
                 f"{name}: expected {_LAYOUTS[rank]} as q has, got shape {tuple(x.shape)}; q: {tuple(q.shape)}"
             )
-    q, k, v = (_expand(x, rank) for x in (q, k, v))
+    q, k, v = (expand(x, rank) for x in (q, k, v))
     _check_sizes(q, k, v)
     return _on_one_device(Call(_spec(q, k, rank, **options), q, k, v, rank))
 
@@ -97,7 +102,7 @@ def outline_varlen(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, **opt
     lengths = Lengths(_lengths("lengths_q", lengths_q), _lengths("lengths_k", lengths_k))
     if lengths.q.shape != lengths.k.shape:
         raise ValueError(f"lengths_k: expected {len(lengths.q)} entries as lengths_q has, got {len(lengths.k)}")
-    q, k, v = (_expand(x, PACKED) for x in (q, k, v))
+    q, k, v = (expand(x, PACKED) for x in (q, k, v))
     _check_sizes(q, k, v)
     return _on_one_device(Call(_spec(q, k, PACKED, lengths, **options), q, k, v, PACKED))
 

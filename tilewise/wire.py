@@ -76,7 +76,7 @@ class Template:
 
 def decode(line: str, given: Sequence[Any]) -> Template:
     """Read a line that goes with these arrays. It is read once for arrays of the same types and shapes."""
-    read_by_name = given[:-2] if _said(line).get("packed") else given
+    read_by_name = given[:-2] if is_packed(line) else given
     return _template(line, tuple((arrays.dtype_name(x), tuple(x.shape)) for x in read_by_name))
 
 
@@ -86,10 +86,15 @@ def score_arrays(line: str) -> list[int]:
     return places
 
 
+def is_packed(line: str) -> bool:
+    """Whether the last two arrays are lengths."""
+    return bool(_said(line).get("packed"))
+
+
 def ignores_batch(line: str) -> bool:
     """Whether it is all the same which member of a batch a query belongs to."""
     said = _said(line)
-    return not said.get("packed") and not any(re.search(r"\bB\b", said.get(name, "")) for name in ("mask", "score"))
+    return not is_packed(line) and not any(re.search(r"\bB\b", said.get(name, "")) for name in ("mask", "score"))
 
 
 @lru_cache(maxsize=_CACHE_SIZE)

@@ -18,7 +18,7 @@ D, ROWS = 64, 64
 SHARED_BYTES = 6 * 64 * D * 2 + 64 + 1024
 CONFIG = f"""struct Half;
 struct BFloat;
-constexpr int D = {D}, TILE_Q = {ROWS}, MAX_RANK = 8, N_ARRAYS = 0;
+constexpr int D = {D}, TILE_Q = {ROWS}, MAX_RANK = 8, MAX_CONSTANTS = 7, N_ARRAYS = 0;
 typedef BFloat Element;
 """
 

@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tilewise.kernels.cuda import compiler, disk
+import tilewise as tw
+from tilewise.expr import Expr
+from tilewise.kernels.cuda import compiler, disk, prebuild
+from tilewise.kernels.cuda.choice import HOPPER, source_of
 from tilewise.kernels.cuda.disk import Files
 from tilewise.kernels.cuda.source import Source
+from tilewise.spec import Attention, Shape
 
 
 def test_what_is_added_is_found(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return f"{source.text} for {arch}".encode()
 
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compiler, "_compile", pretend)
+    monkeypatch.setattr(compiler, "by_nvrtc", pretend)
     monkeypatch.setattr(compiler, "version", lambda: "nvrtc 13.0")
     return asked
 
@@ -135,3 +139,58 @@ def test_a_cache_that_cannot_be_written_is_told(
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "a file"))
     assert compiler.machine_code(SOURCE, "sm_90a") == b"kernel for sm_90a"
     assert "the compiled kernel is not kept" in caplog.text
+
+
+# -- compiled ahead ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Files:
+    files = Files(tmp_path / "prebuilt")
+    monkeypatch.setattr(compiler, "PREBUILT", files)
+    return files
+
+
+def test_kernels_compiled_ahead_are_found_whatever_the_compiler(
+    shipped: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compiler.prebuilt(SOURCE, "sm_90a") is None
+    prebuild.build([SOURCE], "sm_90a", lambda source, arch: b"code of " + source.text.encode())
+    assert "1 kernels for sm_90a" in capsys.readouterr().out
+    monkeypatch.setattr(compiler, "version", lambda: "another")
+    assert compiler.prebuilt(SOURCE, "sm_90a") == b"code of kernel"
+    assert compiler.prebuilt(SOURCE, "sm_80") is None
+    assert compiler.prebuilt(Source("another", "tiled", 128, 0), "sm_90a") is None
+
+
+def test_kernels_of_old_sources_go(shipped: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled: list[str] = []
+
+    def pretend(source: Source, arch: str) -> bytes:
+        compiled.append(source.text)
+        return b"code"
+
+    new = Source("new", "tiled", 128, 0)
+    prebuild.build([SOURCE], "sm_90a", pretend)
+    prebuild.build([SOURCE, new], "sm_90a", pretend)
+    prebuild.build([new], "sm_90a", pretend)
+    assert compiled == ["kernel", "new"], "what is there is not compiled again"
+    assert compiler.prebuilt(SOURCE, "sm_90a") is None
+    assert compiler.prebuilt(new, "sm_90a") == b"code"
+
+
+@pytest.mark.parametrize("mask", [None, tw.causal(), tw.window(77), tw.window(5, 9), tw.causal() & tw.window(300)])
+def test_common_calls_have_kernels_compiled_ahead(mask: Expr | None) -> None:
+    texts = {source.text for source in prebuild.common()}
+    for d, n in ((64, 300), (64, 5000), (128, 1), (256, 100_000)):
+        shape = Shape(2, 8, 4, n, n, d, d, "bfloat16", "cuda:0")
+        assert source_of(Attention(0.3, mask), shape, HOPPER).text in texts
+
+
+def test_without_a_compiler_make_kernels_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiler, "without_nvrtc", lambda: "NVRTC is away")
+    monkeypatch.setenv("PATH", "")
+    assert prebuild.main() == 2
+    assert "no compiler: NVRTC is away, or the CUDA toolkit for nvcc" in capsys.readouterr().err

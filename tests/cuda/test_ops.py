@@ -20,6 +20,7 @@ from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.ops import variant
 from tilewise.kernels.cuda.rungs import Naive
 from tilewise.kernels.cuda.source import source
+from tilewise.kernels.cuda.structs import MAX_CONSTANTS
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import evaluate
@@ -45,7 +46,9 @@ def _values(mask: Expr | None, score: Expr | None, shape: Shape = SHAPE) -> tupl
     tables = marshal.tables(spec, shape, tile, _Table())
     operands = {name: View.of_numpy(x) for name, x in (("q", s), ("out", scores), ("v", conditions))}
     loaded = [View.of_numpy(arrays.as_numpy(slot.array)) for slot in made.slots]
-    params = marshal.params(spec, shape, tables, int(tables.numbers.ctypes.data), operands, None, loaded)
+    params = marshal.params(
+        spec, shape, tables, int(tables.numbers.ctypes.data), operands, None, loaded, made.constants
+    )
     simulator.compile_source(text.text).launch(params, grid=marshal.blocks(shape, tables), threads=tile.q)
     return s, scores, conditions
 
@@ -160,3 +163,22 @@ def test_arrays_are_slots_in_order() -> None:
         load(np.ones((4, 3), bool), H, K % 3), S + load(slopes := np.ones(4, np.float32), H) * load(slopes, H)
     )
     assert again.text == made.text, "a new array of the same kind compiles nothing"
+
+
+def test_one_text_serves_windows_of_all_sizes() -> None:
+    made, again = variant(tw.window(5, 7), None), variant(tw.window(100), None)
+    assert made.text == again.text
+    assert (made.constants, again.constants) == ((-5, 7), (-100, 100))
+    causal = variant(tw.causal() & tw.window(9), None)
+    assert causal.constants == (-9,)
+    assert causal.text == variant(tw.window(64, 0), None).text
+
+
+@needs_compiler
+def test_more_bounds_than_constants_have_room() -> None:
+    mask = K < 2
+    for first in range(4, 4 + 2 * MAX_CONSTANTS, 2):
+        mask = mask | (K == first) | ((K > Q + first) & (K < Q + first + 2))
+    assert len(variant(mask, None).constants) == MAX_CONSTANTS
+    s, _, conditions = _values(mask, None)
+    assert np.array_equal(conditions, _numpy_values(mask, s))

@@ -88,7 +88,7 @@ def test_structures_are_the_same_in_python_and_in_cpp() -> None:
         "probe.cu",
         {
             **simulator.headers(),
-            "config.h": "constexpr int MAX_RANK = 8, N_ARRAYS = 2, TILE_Q = 1;",
+            "config.h": "constexpr int MAX_RANK = 8, MAX_CONSTANTS = 7, N_ARRAYS = 2, TILE_Q = 1;",
             "probe.cu": f"""#include "device.h"
 #include "config.h"
 #include "params.h"

@@ -23,8 +23,13 @@ def register(library: Any) -> None:
 def _attention(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> tuple[Tensor, ...]:
     tensors = (q, k, v, sinks, *arrays)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return _Attention.apply(spec, *tensors)  # type: ignore[no-any-return]
+        return recorded(_below_autograd, spec, *tensors)
     return _below_autograd(spec, *tensors)
+
+
+def recorded(run: Any, spec: str, *tensors: Any) -> tuple[Tensor, ...]:
+    """What `run` computes of the same arguments, with gradients."""
+    return _Attention.apply(run, spec, *tensors)  # type: ignore[no-any-return]
 
 
 def _below_autograd(spec: str, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *arrays: Tensor) -> tuple[Tensor, ...]:
@@ -34,14 +39,14 @@ def _below_autograd(spec: str, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *arr
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, spec: str, *tensors: Any) -> tuple[Tensor, ...]:
-        output = _below_autograd(spec, *tensors)
+    def forward(ctx: Any, run: Any, spec: str, *tensors: Any) -> tuple[Tensor, ...]:
+        output: tuple[Tensor, ...] = run(spec, *tensors)
         _remember(ctx, (spec, *tensors), output)
         return output
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        return _gradients(ctx, d_out, d_lse, _backward)
+        return None, *_gradients(ctx, ctx.needs_input_grad[1:], d_out, d_lse, _backward)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -50,11 +55,12 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, backward: Any) -> tuple[Any, ...]:
-    """One for each input: spec, q, k, v, sinks, *arrays."""
+def _gradients(
+    ctx: Any, needed: Any, d_out: Tensor | None, d_lse: Tensor | None, backward: Any
+) -> tuple[Any, ...]:  # fmt: skip
+    """One for each input: spec, q, k, v, sinks, *arrays; needed: which of them need one."""
     q, k, v, sinks, *arrays, out, lse = ctx.saved_tensors
-    needed = ctx.needs_input_grad[5:]
-    wanted = [i for i in wire.score_arrays(ctx.spec) if needed[i]]
+    wanted = [i for i in wire.score_arrays(ctx.spec) if needed[5 + i]]
     d_out = torch.zeros_like(out) if d_out is None else d_out
     d_q, d_k, d_v, *others = backward(ctx.spec, wanted, out, lse, d_out, d_lse, q, k, v, sinks, *arrays)
     d_sinks = None if sinks is None else others.pop()
@@ -91,7 +97,7 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        return _gradients(ctx, d_out, d_lse, _TransformedBackward.apply)
+        return _gradients(ctx, ctx.needs_input_grad, d_out, d_lse, _TransformedBackward.apply)
 
 
 class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc]

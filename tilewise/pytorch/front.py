@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from tilewise import arrays, dispatch, validate, wire
-from tilewise.pytorch import autograd, operator
+from tilewise.pytorch import autograd, operator, repeat
+from tilewise.pytorch.repeat import Encoded
 
 
 def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
@@ -16,22 +17,23 @@ def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: s
         from tilewise.pytorch import trace
 
         return trace.attention(q, k, v, lengths, kernel, options)
+    q, k, v = _autocast(q, k, v)
+    given: list[Any] = []
+    key = repeat.key(given, q, k, v, lengths, kernel, **options)
+    if key is not None:
+        variant = options["mask"], options["score"]
+        known = repeat.known.found(
+            key, lambda: repeat.make_known(_encoded(q, k, v, lengths, kernel, options), given, variant)
+        )
+        if known is not None:
+            return known.run(q, k, v, options["sinks"], given)
     return run(q, k, v, lengths, kernel, options)
 
 
 def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
-    """The call, on tensors with numbers or on fake ones."""
+    """The call by its operator, on tensors with numbers or on fake ones."""
     q, k, v = _autocast(q, k, v)
-    if lengths is None:
-        call = validate.outline(q, k, v, **options)
-    else:
-        call = validate.outline_varlen(q, k, v, *lengths, **options)
-    dispatch.check_name(kernel)
-    if call.q.is_meta:  # the operator would answer with shapes; a caller asked for numbers
-        dispatch.resolve(kernel, call.spec, call.shape)
-    line, given = wire.encode(call.spec, kernel)
-    constants = {id(slot.array) for slot in call.spec.loaded if slot.constant}
-    tensors = [x if arrays.is_torch(x) else _moved(x, call.q.device, id(x) in constants) for x in given]
+    call, line, _, tensors = _encoded(q, k, v, lengths, kernel, options)
     if torch._C._are_functorch_transforms_active():
         out, lse = autograd.Transformed.apply(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
     else:
@@ -39,10 +41,25 @@ def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, op
     return call.restore(out), call.restore(lse)
 
 
-def _moved(x: Any, device: Any, is_constant: bool) -> Any:
-    """A NumPy array on the tensors' device: lengths anew each time, what a variant made itself once."""
+def _encoded(q: Any, k: Any, v: Any, lengths: Any, kernel: str, options: dict[str, Any]) -> Encoded:
+    if lengths is None:
+        call = validate.outline(q, k, v, **options)
+    else:
+        call = validate.outline_varlen(q, k, v, *lengths, **options)
+    dispatch.check_name(kernel)
+    if call.q.is_meta:  # the operator would answer with shapes; a caller asked for numbers
+        dispatch.resolve(kernel, call.spec, call.shape)
+    line, named = wire.encode(call.spec, kernel)
+    constants = {id(slot.array) for slot in call.spec.loaded if slot.constant}
+    tensors = [x if arrays.is_torch(x) else _tensor(x, call.q.device, id(x) in constants) for x in named]
+    return Encoded(call, line, named, tensors)
+
+
+def _tensor(x: Any, device: Any, is_constant: bool) -> Any:
+    """A NumPy array as a tensor: lengths where they are, for the host reads them; what a variant made on the tensors'
+    device, moved once."""
     if device.type == "cpu" or not is_constant or arrays.compiling():
-        return arrays.as_tensor(x).to(device)
+        return arrays.as_tensor(x)
     key = (id(x), str(device))
     if key not in _constants:
         if len(_constants) >= _MOST_CONSTANTS:
@@ -57,6 +74,8 @@ _MOST_CONSTANTS = 64
 
 def _autocast(*given: Any) -> tuple[Any, ...]:
     """Under torch.autocast, floats but float64 in its type: as PyTorch's own attention."""
+    if not torch._C._is_any_autocast_enabled():
+        return given
     device = given[0].device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return given

@@ -5,15 +5,17 @@ from __future__ import annotations
 import sys
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewise import arrays
-from tilewise.kernels.cuda import marshal, support
-from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
+from tilewise.kernels.cuda import support
+from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import RUNGS, Rung
-from tilewise.kernels.cuda.source import assembled
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+if TYPE_CHECKING:
+    from tilewise.kernels.cuda.prepared import Prepared
 
 OLDEST = (7, 0)  # Volta
 
@@ -45,8 +47,32 @@ class CudaKernel:
         return rung.default_tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
-        with sys.modules["torch"].cuda.device(q.device):
-            return _forward(self.rung, spec, q, k, v, tile)
+        torch = sys.modules["torch"]
+        out = torch.empty_strided(*_stored_as(q, v), dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        prepared = self.prepared(spec, q, k, v, tile)
+        if prepared is not None:
+            loaded = [_on_device(slot.array, slot.constant, q.device) for slot in spec.loaded]
+            sinks = [] if spec.sinks is None else [spec.sinks]
+            prepared.launch([x.data_ptr() for x in (q, k, v, out, lse, *loaded, *sinks)])
+        return Partial(out, lse)
+
+    def prepared(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Prepared | None:
+        """The call, ready for other arrays that lie as these; None if there is nothing to compute.
+
+        If q, k and v begin at multiples of 16 bytes, the others must. Results are stored as forward's are.
+        """
+        from tilewise.kernels.cuda import gpu
+        from tilewise.kernels.cuda.prepared import prepare
+
+        batch, heads, n, _ = q.shape
+        views = {name: View.of_torch(x) for name, x in {"q": q, "k": k, "v": v}.items()}
+        views |= {"out": View(0, *_stored_as(q, v)), "lse": View(0, (batch, heads, n), (heads * n, n, 1))}
+        loaded = [View.of_torch(_on_device(slot.array, slot.constant, q.device)) for slot in spec.loaded]
+        sinks = None if spec.sinks is None else View.of_torch(spec.sinks)
+        device = q.get_device()
+        with gpu.as_current(device):
+            return prepare(self.rung, spec, Shape.of(spec, q, k, v), views, loaded, sinks, device, tile)
 
     def backward(
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
@@ -78,40 +104,12 @@ def _no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
 
 
-def _forward(named: Rung | None, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Partial:
-    from tilewise.kernels.cuda import launcher
-
-    torch = sys.modules["torch"]
-    shape = Shape.of(spec, q, k, v)
-    out = _stored_as(q, shape.d_v)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    views = {name: View.of_torch(x) for name, x in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
-    rung = chosen(named, shape, views, torch.cuda.get_device_capability(q.device))
-    tile = rung.fitting(tile or rung.default_tile(spec, shape), shape)
-    tables, numbers = launcher.tables_on(q.device, spec, shape, tile, rung)
-    blocks = marshal.blocks(shape, tables)
-    if blocks == 0:
-        return Partial(out, lse)
-    text, slots = assembled(rung, spec, shape, tile)
-    loaded = [_on_device(slot.array, slot.constant, q.device) for slot in slots]
-    params = marshal.params(
-        spec, shape, tables, numbers.data_ptr(), views,
-        None if spec.sinks is None else View.of_torch(spec.sinks), [View.of_torch(x) for x in loaded],
-    )  # fmt: skip
-    if rung.persistent:
-        maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
-        blocks = min(blocks, torch.cuda.get_device_properties(q.device).multi_processor_count)
-        params = marshal.launch(params, spec, shape, tables, maps, launcher.count_on(q.device), blocks)
-    launcher.launch(text, q.device, blocks, params)
-    return Partial(out, lse)
-
-
-def _stored_as(q: Any, d_v: int) -> Any:
-    """Room for the output: heads side by side if q has them so, as a projection leaves them; else one by one."""
-    batch, heads, n, _ = q.shape
-    if q.stride(1) < q.stride(2):
-        return q.new_empty((batch, n, heads, d_v)).transpose(1, 2)
-    return q.new_empty((batch, heads, n, d_v))
+def _stored_as(q: Any, v: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The output's sizes and steps: heads side by side if q has them so, as a projection leaves them, or one by one."""
+    (batch, heads, n, _), d = q.shape, v.shape[3]
+    side_by_side = q.stride(1) < q.stride(2)
+    steps = (n * heads * d, d, heads * d, 1) if side_by_side else (heads * n * d, n * d, d, 1)
+    return (batch, heads, n, d), steps
 
 
 def _on_device(array: Any, is_constant: bool, device: Any) -> Any:

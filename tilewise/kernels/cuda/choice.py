@@ -5,7 +5,8 @@ from __future__ import annotations
 from tilewise.dispatch import Unsupported
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
 from tilewise.kernels.cuda.rungs import RUNGS, Rung
-from tilewise.spec import Shape
+from tilewise.kernels.cuda.source import Source, assembled
+from tilewise.spec import Attention, Shape
 
 HOPPER = (9, 0)
 
@@ -25,3 +26,10 @@ def chosen(named: Rung | None, shape: Shape, views: dict[str, View], capability:
     if named is not None:
         raise Unsupported(f"the kernel {rung.name!r} cannot compute this call: {reason}")
     return RUNGS["tiled"]
+
+
+def source_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> Source:
+    """The source of the kernel that serves a call on arrays that lie as they mostly do: at multiples of 16 bytes."""
+    rung = suited(shape, capability)
+    tile = rung.fitting(rung.default_tile(spec, shape), shape)
+    return assembled(rung, spec, shape, tile)[0]

@@ -1,23 +1,38 @@
-"""From source to machine code: NVRTC through cuda-core, once for each source, architecture and compiler version."""
+"""From source to machine code: prebuilt, or by NVRTC, once for each source, architecture and compiler version."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import subprocess
+import tempfile
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tilewise.kernels.cuda import disk
 from tilewise.kernels.cuda.source import Source
 
 OPTIONS: dict[str, Any] = {"std": "c++17"}
+PREBUILT = disk.Files(Path(__file__).with_name("prebuilt"))  # by `make kernels`, shipped in wheels
 
 _logger = logging.getLogger("tilewise")
 
 
 class CompileError(RuntimeError):
     """NVRTC refuses a source, in its own words."""
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """What to compile for; 9.0 has instructions of its own."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
+
+
+def prebuilt(source: Source, arch: str) -> bytes | None:
+    """The cubin of a common source, if it was shipped. Whichever compiler made it, it is of this text."""
+    return PREBUILT.read(f"{key(source.text, arch)}.cubin")
 
 
 def machine_code(source: Source, arch: str) -> bytes:
@@ -28,14 +43,14 @@ def machine_code(source: Source, arch: str) -> bytes:
     if found is None:
         _logger.info("compiling the CUDA kernel %r for %s; later calls find it in %s", source.rung, arch, files.folder)
         started = time.perf_counter()
-        found = _compile(source, arch)
+        found = by_nvrtc(source, arch)
         _keep(files, name, found)
         _logger.info("compiled it in %.1f s", time.perf_counter() - started)
     return found
 
 
-def key(text: str, arch: str, compiler: str) -> str:
-    """All that machine code depends on."""
+def key(text: str, arch: str, compiler: str = "") -> str:
+    """All that machine code depends on; prebuilt code is kept whatever the compiler was."""
     parts = (text, repr(sorted(OPTIONS.items())), arch, compiler)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:40]
 
@@ -58,7 +73,7 @@ def version() -> str:
     return f"nvrtc {major}.{minor}"
 
 
-def _compile(source: Source, arch: str) -> bytes:
+def by_nvrtc(source: Source, arch: str) -> bytes:
     from cuda.core import Program, ProgramOptions
 
     options = ProgramOptions(arch=arch, name=f"{source.rung}.cu", **OPTIONS)
@@ -68,3 +83,28 @@ def _compile(source: Source, arch: str) -> bytes:
     except Exception as error:  # cuda-core's own kinds of errors differ between versions; the words are what counts
         raise CompileError(f"NVRTC cannot compile the kernel {source.rung!r} for {arch}:\n{error}") from error
     return bytes(made.code)
+
+
+def without_nvrtc() -> str | None:
+    """Why NVRTC cannot be used here and what to install, or None."""
+    try:
+        import cuda.core  # noqa: F401
+
+        version()
+    except Exception as error:  # packages that are missing, a library that does not load
+        told = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return f"NVRTC cannot be used ({told}); pip install 'tilewise[cuda]' nvidia-cuda-nvrtc"
+    return None
+
+
+def by_nvcc(source: Source, arch: str) -> bytes:
+    """For those who have the CUDA toolkit, and need no PyTorch."""
+    options = [f"-{name}={value}" for name, value in OPTIONS.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "kernel.cubin")
+        Path(folder, f"{source.rung}.cu").write_text(source.text)
+        command = ["nvcc", "-cubin", f"-arch={arch}", *options, "-o", made.name, f"{source.rung}.cu"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CompileError(f"nvcc cannot compile the kernel {source.rung!r} for {arch}:\n{done.stderr.strip()}")
+        return made.read_bytes()

@@ -1,17 +1,20 @@
-"""Launches on a GPU: kernels loaded once for each source and architecture, tables of plans kept on the device.
+"""What launches share: kernels loaded once for each source and architecture, tables of plans and counts on the device,
+and room for parameters.
 
-Once that is done nothing here waits for the GPU: a launch goes to the caller's current stream of the arrays' device. In
-the capture of a CUDA graph it is recorded, and what the graph will need again is never let go.
+Once that is there nothing here waits for the GPU. In the capture of a CUDA graph launches are recorded, and what the
+graph will need again is never let go.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tilewise.kernels.cuda import compiler, marshal
+from tilewise.kernels.cuda import compiler, gpu, marshal, structs
+from tilewise.kernels.cuda.gpu import LaunchError
 from tilewise.kernels.cuda.marshal import Tables
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.source import ENTRY, Source
@@ -20,68 +23,28 @@ from tilewise.spec import Attention, Shape, Tile
 
 T = TypeVar("T")
 
-_SHARED_BY_DEFAULT = 48 << 10  # a kernel that needs more dynamic shared memory must ask for it
 _MOST_KERNELS, _MOST_TABLES = 512, 256
-
-
 _FIRST_IN_GRAPH = (
     "a CUDA graph is captured around a call that was never made before; make it once first, "
     "so that its kernel is compiled and its plan is on the GPU"
 )
 
-
-class LaunchError(RuntimeError):
-    """The driver refuses a launch, in its own words."""
-
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """A kernel that can be launched on every device of its architecture."""
-
-    module: Any  # cuda-core's, which unloads it when nothing holds it
-    function: Any
-
-
-_kernels: OrderedDict[tuple[str, str], Loaded] = OrderedDict()
-_tables: OrderedDict[tuple[Any, ...], tuple[Tables, Any, Any]] = OrderedDict()
-_opted_in: set[tuple[int, int]] = set()
-_in_graphs: dict[int, Any] = {}  # kernels and tables that a captured graph may use at any time
+_logger = logging.getLogger("tilewise")
+_in_graphs: dict[int, Any] = {}  # what a captured graph may use at any time
 _lock = Lock()
 
 
-def architecture(capability: tuple[int, int]) -> str:
-    """What to compile for; 9.0 has instructions of its own."""
-    major, minor = capability
-    return f"sm_{major}{minor}{'a' if (major, minor) == (9, 0) else ''}"
-
-
-def launch(source: Source, device: Any, blocks: int, params: ctypes.Structure) -> None:
-    """Start a kernel on the current stream of a torch device, which must be the current one."""
-    import torch
-    from cuda.bindings import driver
-
-    loaded = _load(source, architecture(torch.cuda.get_device_capability(device)))
-    _opt_in(loaded, source.shared_bytes, device.index)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-    (error,) = driver.cuLaunchKernel(
-        loaded.function, blocks, 1, 1, source.threads, 1, 1, source.shared_bytes,
-        torch.cuda.current_stream(device).cuda_stream, ctypes.addressof(arguments), 0,
-    )  # fmt: skip
-    _check(error, f"launching the kernel {source.rung!r} with {blocks} blocks of {source.threads} threads")
+def hold_for_graphs(used: Any) -> None:
+    _in_graphs[id(used)] = used
 
 
 def _kept(cache: OrderedDict[Any, T], key: Any) -> T | None:
     """What is there already, as the one used last."""
-    import torch
-
-    capturing = torch.cuda.is_current_stream_capturing()
     with _lock:
         found = cache.pop(key, None)
         if found is not None:
             cache[key] = found
-            if capturing:
-                _in_graphs[id(found)] = found
-    if found is None and capturing:
+    if found is None and gpu.is_capturing():
         raise LaunchError(_FIRST_IN_GRAPH)
     return found
 
@@ -94,39 +57,76 @@ def _keep(cache: OrderedDict[Any, T], key: Any, made: T, most: int) -> T:
     return made
 
 
-def _load(source: Source, arch: str) -> Loaded:
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A kernel that can be launched on every device of its architecture."""
+
+    module: Any  # held: the kernel is the library's
+    function: Any
+    allowed: set[int] = field(default_factory=set)  # the devices on which it may have its shared memory
+
+
+_kernels: OrderedDict[tuple[str, str], Loaded] = OrderedDict()
+
+
+def loaded(source: Source, device: int) -> Loaded:
+    """The kernel of a source, for launches on a device."""
+    arch = compiler.architecture(gpu.capability(device))
     found = _kept(_kernels, (source.text, arch))
-    if found is not None:
-        return found
-    from cuda.bindings import driver
-    from cuda.core import ObjectCode
-
-    module = ObjectCode.from_cubin(compiler.machine_code(source, arch), name=source.rung)
-    # cuda-core's own launch takes no structs, so the kernel is called by the driver's function.
-    made = Loaded(module, driver.CUfunction(int(module.get_kernel(ENTRY).handle)))
-    return _keep(_kernels, (source.text, arch), made, _MOST_KERNELS)
+    if found is None:
+        found = _keep(_kernels, (source.text, arch), _load(source, arch), _MOST_KERNELS)
+    if device not in found.allowed:
+        gpu.allow_shared(found.function, source.shared_bytes, device)
+        found.allowed.add(device)
+    return found
 
 
-def _opt_in(loaded: Loaded, shared_bytes: int, device: int) -> None:
-    """Let a kernel have more shared memory than the usual, once a device."""
-    key = (int(loaded.function), device)
-    if shared_bytes <= _SHARED_BY_DEFAULT or key in _opted_in:
-        return
-    from cuda.bindings import driver
-
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    kernel = driver.CUkernel(int(loaded.function))
-    (error,) = driver.cuKernelSetAttribute(attribute, shared_bytes, kernel, driver.CUdevice(device))
-    _check(error, f"asking for {shared_bytes} bytes of shared memory")
-    _opted_in.add(key)
+def _load(source: Source, arch: str) -> Loaded:
+    shipped = compiler.prebuilt(source, arch)
+    if shipped is not None:
+        try:
+            return Loaded(*gpu.load(shipped, ENTRY))
+        except LaunchError as error:  # made by a compiler newer than the driver
+            _logger.info("the prebuilt kernel %r is compiled anew: %s", source.rung, error)
+    return Loaded(*gpu.load(compiler.machine_code(source, arch), ENTRY))
 
 
-def _check(error: Any, what: str) -> None:
-    from cuda.bindings import driver
+# -- parameters -------------------------------------------------------------------------------------------------------
 
-    if error != driver.CUresult.CUDA_SUCCESS:
-        _, words = driver.cuGetErrorString(error)
-        raise LaunchError(f"{what}: {error.name} ({words.decode() if words else 'no words for it'})")
+
+class Room:
+    """Memory for the parameters of one launch. Its address stays, so what the driver is told of it does."""
+
+    def __init__(self) -> None:
+        memory = structs.aligned(_Most)
+        address = ctypes.addressof(memory)
+        self.bytes = memoryview(memory.bytes).cast("B")
+        self.words = self.bytes.cast("Q")
+        self.maps = [gpu.tensor_map_at(address + i * ctypes.sizeof(structs.TensorMapBytes)) for i in range(3)]
+        self._pointers = (ctypes.c_void_p * 1)(address)
+        self.arguments = ctypes.addressof(self._pointers)
+
+
+class _Most(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_byte * structs.MOST_BYTES)]
+
+
+_rooms: list[Room] = []  # those that no launch uses; a list gives and takes in one step, whatever the threads
+
+
+def take_room() -> Room:
+    try:
+        return _rooms.pop()
+    except IndexError:
+        return Room()
+
+
+def give_back(room: Room) -> None:
+    """After the launch: the driver has copied the parameters."""
+    _rooms.append(room)
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------
@@ -151,21 +151,18 @@ _counts: dict[int, _Counts] = {}
 _ROOM = 1 << 20
 
 
-def count_on(device: Any) -> int:
+def count_on(device: int, stream: int, capturing: bool) -> int:
     """The address of a count that no launch beside this one uses. Launches of one stream follow each other; those of
     captured graphs may be replayed on any stream, so each has its own."""
-    import torch
-
-    capturing = torch.cuda.is_current_stream_capturing()
-    stream = torch.cuda.current_stream(device).cuda_stream
+    counts = _counts.get(device)
+    if counts is not None and not capturing and stream in counts.of_stream:
+        return counts.of_stream[stream]
     with _lock:
-        counts = _counts.get(device.index)
-        if counts is None:
+        if device not in _counts:
             if capturing:
                 raise LaunchError(_FIRST_IN_GRAPH)
-            room = torch.zeros(_ROOM, dtype=torch.int32, device=device)
-            torch.cuda.synchronize(device)  # once: other streams may not see them before they are 0
-            counts = _counts[device.index] = _Counts(room)
+            _counts[device] = _Counts(gpu.zeros(_ROOM, device))
+        counts = _counts[device]
         if capturing:
             return counts.take()
         if stream not in counts.of_stream:
@@ -175,20 +172,19 @@ def count_on(device: Any) -> int:
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
+_tables: OrderedDict[tuple[Any, ...], tuple[Tables, Any, Any]] = OrderedDict()
 
-def tables_on(device: Any, spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> tuple[Tables, Any]:
+
+def tables_on(device: int, spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> tuple[Tables, Any]:
     """The tables of a call and their numbers on the device: kept, since they follow from shapes and the variant."""
-    import torch
-
     lengths = () if spec.lengths is None else (spec.lengths.q.tobytes(), spec.lengths.k.tobytes())
     expressions = tuple(expr.key for expr in spec.expressions)
     constants = [slot.array for slot in spec.loaded if slot.constant]
-    key = (device.index, shape, tile, rung.name, lengths, expressions, *map(id, constants))
+    key = (device, shape, tile, rung.name, lengths, expressions, *map(id, constants))
     found = _kept(_tables, key)
     if found is None:
         made = marshal.tables(spec, shape, tile, rung)
         # The constants stay with it, so that no other array gets their id.
-        found = _keep(_tables, key, (made, torch.from_numpy(made.numbers).to(device), constants), _MOST_TABLES)
+        found = _keep(_tables, key, (made, gpu.moved(made.numbers, device), constants), _MOST_TABLES)
     tables, numbers, _ = found
-    numbers.record_stream(torch.cuda.current_stream(device))  # it may be let go while a kernel still reads it
     return tables, numbers

@@ -176,6 +176,7 @@ def params(
     operands: dict[str, View],
     sinks: View | None,
     loaded: Sequence[View],
+    constants: Sequence[int] = (),
 ) -> Structure:
     """Params of source/params.h. `operands`: q, k, v, out and lse."""
     call: Any = structs.params_type(max(len(loaded), 1))()
@@ -188,6 +189,7 @@ def params(
     call.runs = tables_address + 4 * made.runs_at
     call.n_sequences, call.tiles, call.heads, call.group = made.n_sequences, made.tiles, shape.heads, shape.group
     call.scale = spec.scale
+    call.constants[: len(constants)] = constants
     for i, view in enumerate(loaded):
         call.arrays[i].data = view.address
         call.arrays[i].step[: len(view.steps)] = view.steps

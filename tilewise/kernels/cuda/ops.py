@@ -16,6 +16,7 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.expr import COMPARISONS, Expr, Loaded, S
+from tilewise.kernels.cuda.structs import MAX_CONSTANTS
 from tilewise.walking import OpTable, evaluate
 
 STORED = {
@@ -81,10 +82,12 @@ class Statement:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """The C++ of an attention's mask and score, and the arrays it loads from, in the order of Params.arrays."""
+    """The C++ of an attention's mask and score, the arrays it loads from, and constants that it is told at run time: so
+    one kernel serves windows of all sizes. Both in their order in Params."""
 
     text: str
     slots: tuple[Loaded, ...]
+    constants: tuple[int, ...] = ()
 
 
 def variant(mask: Expr | None, score: Expr | None) -> Variant:
@@ -96,7 +99,7 @@ def variant(mask: Expr | None, score: Expr | None) -> Variant:
     ]
     flag = f"constexpr bool HAS_SCORE = {_bool(score is not None)};"
     return Variant("\n\n".join([_OPENING, flag, *writer.places(), *functions, "}  // namespace variant\n"]),
-                   tuple(writer.slots))  # fmt: skip
+                   tuple(writer.slots), tuple(form[""] for form in writer.told))  # fmt: skip
 
 
 def _bool(value: bool) -> str:
@@ -137,6 +140,7 @@ class _Writer:
     statements: dict[Place, dict[str, Statement]] = field(default_factory=lambda: {place: {} for place in _NAMES})
     needed: dict[Place, set[str]] = field(default_factory=lambda: {place: set() for place in _NAMES})
     bounds: list[str] = field(default_factory=list)
+    told: list[Linear] = field(default_factory=list)  # bounds whose constants are told at run time
     _count: int = 0
 
     # -- the text -----------------------------------------------------------------------------------------------------
@@ -213,7 +217,7 @@ class _Writer:
         for forms, choose, symbol in sides:
             if forms:
                 function = "maximum" if choose is max else "minimum"
-                texts = [_sum_text(form) for form in _tightest(forms, choose)]
+                texts = [_sum_text(form, self._constant_of(form)) for form in _tightest(forms, choose)]
                 bound = texts[0]
                 for text in texts[1:]:
                     bound = f"{function}({bound}, {text})"
@@ -224,6 +228,15 @@ class _Writer:
                 conditions.append(f"key.column {symbol} row.{name}")
         name = self.statement("bool", " && ".join(conditions), Place.SCORE, tuple(bounds))
         return Term(name, "bool", Place.SCORE)
+
+    def _constant_of(self, form: Linear) -> str | None:
+        """A bound's constant as an entry of Params.constants; None if there is none, it is always the same, or there is
+        no room for it."""
+        if not form[""] or "end_k" in form or (form not in self.told and len(self.told) == MAX_CONSTANTS):
+            return None
+        if form not in self.told:
+            self.told.append(form)
+        return f"params.constants[{self.told.index(form)}]"
 
     # -- the operations -----------------------------------------------------------------------------------------------
     def _ops(self) -> OpTable:
@@ -395,9 +408,11 @@ def _tightest(forms: tuple[Linear, ...], choose: Callable[[int, int], int]) -> l
     return [{**dict(variables), "": constant} for variables, constant in constants.items()]
 
 
-def _sum_text(form: Linear) -> str:
-    """A bound in the place of rows, counted from the first key of the call or sequence."""
-    terms = [(form[""], "1"), (-1, "head.origin_k")] if form[""] else [(-1, "head.origin_k")]
+def _sum_text(form: Linear, constant: str | None) -> str:
+    """A bound in the place of rows, counted from the first key of the call or sequence; constant: how it is called."""
+    terms = [(-1, "head.origin_k")]
+    if form[""]:
+        terms = [(1, constant) if constant else (form[""], "1"), *terms]
     named = [(n, name if _PLACES.get(name) == Place.ROW else f"head.{name}") for name, n in form.items() if name]
     text = ""
     for count, name in [*sorted(named, key=lambda term: term[0] < 0), *terms]:

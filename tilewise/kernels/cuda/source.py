@@ -33,6 +33,7 @@ class Source:
     rung: str
     threads: int
     shared_bytes: int
+    constants: tuple[int, ...] = ()  # that the variant is told at run time
 
 
 def assembled(
@@ -86,6 +87,7 @@ def source(
     """
     constants = {
         "D": shape.d, "D_V": shape.d_v, "TILE_Q": tile.q, "TILE_K": tile.k, "MAX_RANK": structs.MAX_RANK,
+        "MAX_CONSTANTS": structs.MAX_CONSTANTS,
         "N_ARRAYS": len(made.slots), "HAS_SINKS": sinks is not None, "RAW_SCORES": raw, **rung.constants(tile, shape),
     }  # fmt: skip
     config = "\n".join([
@@ -95,7 +97,7 @@ def source(
     ])  # fmt: skip
     given = {"config.h": config, "variant.h": made.text, **rung.headers(tile, shape), **(headers or {})}
     text = spliced(f"{rung.name}.cu", given, rung.folder)
-    return Source(text, rung.name, rung.threads(tile), constants["SHARED_BYTES"])
+    return Source(text, rung.name, rung.threads(tile), constants["SHARED_BYTES"], made.constants)
 
 
 def spliced(name: str, given: Headers, folder: Path = SOURCES) -> str:

@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 MAX_RANK = 8
-MAX_ARRAYS = 20  # all of Launch must fit the 4 KiB that kernels of any driver take as parameters
+MOST_BYTES = 4 << 10  # of parameters that kernels of any driver take
+MAX_ARRAYS = 20  # all of Launch must fit them
+MAX_CONSTANTS = 7  # of bounds, such as a window's sizes
 _ALIGNMENT = 64  # tensor maps need it
 
 # Sequence is a row of whole numbers.
@@ -45,6 +47,7 @@ def params_type(n_arrays: int) -> type[Structure]:
             *((name, c_void_p) for name in ("sequences", "offsets", "runs")),
             *((name, c_int32) for name in ("n_sequences", "tiles", "heads", "group")),
             ("scale", c_float),
+            ("constants", c_int32 * MAX_CONSTANTS),
             ("arrays", Slot * n_arrays),
         ]  # fmt: skip
 

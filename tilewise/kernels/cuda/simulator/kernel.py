@@ -72,7 +72,7 @@ def _forward(
     loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
     params = marshal.params(
         spec, shape, tables, int(tables.numbers.ctypes.data), views,
-        None if sinks is None else View.of_numpy(sinks), [View.of_numpy(x) for x in loaded],
+        None if sinks is None else View.of_numpy(sinks), [View.of_numpy(x) for x in loaded], text.constants,
     )  # fmt: skip
     if rung.persistent:
         count = np.zeros(1, np.int32)

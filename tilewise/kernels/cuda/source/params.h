@@ -35,6 +35,7 @@ struct Params {
     const Run* runs;
     int n_sequences, tiles, heads, group;  // query tiles of all sequences; query heads, and how many share a key head
     float scale;
+    int constants[MAX_CONSTANTS];  // of the variant's bounds: they decide over keys, not over what is compiled
     Slot arrays[N_ARRAYS > 0 ? N_ARRAYS : 1];
 };
 

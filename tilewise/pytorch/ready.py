@@ -1,0 +1,65 @@
+"""Launches made ready: what was once prepared for tensors on a GPU serves all tensors that lie the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from tilewise.sharing import Lock
+
+T = TypeVar("T")
+
+DEVICES = ("cuda",)  # where a launch takes less time than all that comes before it
+_ALIGNMENT = 16  # kernels differ by whether arrays begin at multiples of it
+
+
+class Ready:
+    """A launch, and how its results are stored: sizes and steps of out and lse."""
+
+    def __init__(self, prepared: Any, places: Sequence[int], out: Any, lse: Any, like: Tensor) -> None:
+        self.prepared, self.places = prepared, places
+        self.out, self.lse, self.dtype, self.device = out, lse, like.dtype, like.device
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+        lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
+        addresses = [x.data_ptr() for x in (q, k, v, out, lse)]
+        addresses += [arrays[i].data_ptr() for i in self.places]
+        if sinks is not None:
+            addresses.append(sinks.data_ptr())
+        self.prepared.launch(addresses)
+        return out, lse
+
+
+def layout(x: Tensor) -> tuple[Any, ...]:
+    """All that a launch depends on but the address."""
+    return x.shape, x.stride(), x.dtype, x.device
+
+
+def are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT == 0  # type: ignore[no-any-return]
+
+
+class Kept(Generic[T]):
+    """What was made ready, by key: the latest `most`. Finding something takes no lock."""
+
+    def __init__(self, most: int) -> None:
+        self._made: dict[Any, T] = {}
+        self._most, self._lock = most, Lock()
+
+    def found(self, key: Any, make: Callable[[], T]) -> T:
+        found = self._made.get(key, _NOTHING)
+        if found is not _NOTHING:
+            return found  # type: ignore[return-value]
+        made = make()
+        with self._lock:
+            self._made[key] = made
+            if len(self._made) > self._most:
+                del self._made[next(iter(self._made))]
+        return made
+
+
+_NOTHING = object()

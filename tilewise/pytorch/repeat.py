@@ -1,0 +1,165 @@
+"""Calls on GPU tensors like ones before: checked, encoded and prepared once, then only launched.
+
+What a call depends on is its key: options, sizes, strides, types and devices, the contents of lengths, and whether
+arrays begin at multiples of 16 bytes. Addresses are not part of it, nor what tensors hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewise import validate
+from tilewise.expr import Expr
+from tilewise.pytorch import autograd, operator, ready
+from tilewise.pytorch.ready import Kept, Ready, are_aligned, layout
+from tilewise.validate import Call
+from tilewise.walking import loads, remembered
+
+_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may mean anything
+_NOTHING = type(None)
+_CACHE_SIZE = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A call that was checked, as its operator takes it: a line, and arrays that are its own or given by the caller."""
+
+    line: str
+    rank: int  # of the caller's tensors
+    operands: Sequence[Tensor | int]  # a tensor of its own, or the place of one among those given
+    inner: Ready  # (batch, heads, n, d) results
+    outer: Ready  # results in the caller's layout
+    held: Any  # what keys name by id: nothing else may get these ids
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        operands = [given[x] if isinstance(x, int) else x for x in self.operands]
+        if not torch.is_grad_enabled() or not _want_gradients(q, k, v, sinks, *given):
+            return self.outer.run(q, k, v, sinks, operands)
+        q, k, v = (validate.expand(x, self.rank) for x in (q, k, v))
+        out, lse = autograd.recorded(self._compute, self.line, q, k, v, sinks, *operands)
+        return validate.restore(out, self.rank), validate.restore(lse, self.rank)
+
+    def _compute(self, line: str, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *operands: Tensor) -> Any:
+        return self.inner.run(q, k, v, sinks, operands)
+
+
+known: Kept[Known | None] = Kept(_CACHE_SIZE)
+
+
+def _want_gradients(*tensors: Any) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+# -- keys -------------------------------------------------------------------------------------------------------------
+
+
+def key(
+    given: list[Tensor], q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: Any, *, causal: Any,
+    mask: Any, score: Any, scale: Any, sinks: Any, batch_invariant: Any,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """All that a call depends on; the tensors that its variant reads are added to `given`. None if it is no call to
+    repeat: PyTorch must see its operator, or its arguments need a closer look."""
+    if type(q) not in _PLAIN or q.device.type not in ready.DEVICES or _is_watched():
+        return None
+    if type(kernel) is not str or type(causal) is not bool or type(batch_invariant) is not bool:
+        return None  # 1 == True, and would be found in its place
+    if type(scale) not in (float, _NOTHING) or type(score) not in (Expr, _NOTHING):
+        return None
+    if type(mask) not in (Expr, _NOTHING, *_PLAIN):
+        return None
+    variant = _said(mask, given), _said(score, given)
+    counted = None if lengths is None else tuple(map(_content, lengths))
+    if counted is not None and None in counted:
+        return None
+    made: list[Any] = [kernel, causal, batch_invariant, scale, *variant, counted, sinks is None]
+    for x in (q, k, v, *given) if sinks is None else (q, k, v, *given, sinks):
+        if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():  # its numbers are not at its address
+            return None
+        made += layout(x)
+    made.append(are_aligned(q, k, v))
+    return tuple(made)
+
+
+def _is_watched() -> bool:
+    """Whether PyTorch wants to know which operators are called: tracing, torch.func, a mode."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def _said(variant: Any, given: list[Tensor]) -> Any:
+    """An expression, or a mask. One that reads no tensors is told by its id, which Known sees to that it stays so."""
+    if variant is None:
+        return None
+    if not isinstance(variant, Expr):
+        return "a tensor", _place(variant, given)
+    slots = remembered(variant, "slots", loads)
+    if all(slot.constant for slot in slots):
+        return id(variant)
+    return variant.key, *(id(x.array) if x.constant else ("given", _place(x.array, given)) for x in slots)
+
+
+def _place(array: Any, given: list[Tensor]) -> int:
+    for i, x in enumerate(given):
+        if x is array:
+            return i
+    given.append(array)
+    return len(given) - 1
+
+
+def _content(lengths: Any) -> tuple[Any, ...] | None:
+    """What lengths hold: the plan depends on it. Those on a GPU are waited for."""
+    if type(lengths) in _PLAIN:
+        lengths = lengths.detach().cpu().numpy()
+    return (lengths.dtype, lengths.shape, lengths.tobytes()) if type(lengths) is np.ndarray else None
+
+
+# -- making calls known -----------------------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """A checked call, and what its operator takes."""
+
+    call: Call
+    line: str
+    named: Sequence[Any]  # the arrays of the line, as the caller has them
+    tensors: list[Tensor]  # and as tensors
+
+
+def make_known(encoded: Encoded, given: Sequence[Tensor], variant: Sequence[Any]) -> Known | None:
+    """given: as `key` found them. variant: the caller's mask and score. None if the kernel system prepares nothing, or
+    it reads a view of what was given."""
+    call, line, named, tensors = encoded
+    constants = [slot.array for slot in call.spec.loaded if slot.constant]
+    operands: list[Tensor | int] = []
+    for x, tensor in zip(named, tensors, strict=True):
+        place = next((i for i, known in enumerate(given) if known is x), None)
+        if place is not None:
+            operands.append(place)
+        elif any(x is constant for constant in constants):
+            operands.append(tensor)
+        elif call.spec.lengths is not None and (x is call.spec.lengths.q or x is call.spec.lengths.k):
+            operands.append(tensor.detach().cpu().clone())  # the caller's may change
+        else:
+            return None
+    inner = operator.make_ready(call.q, call.k, call.v, tensors, call.spec.sinks, line)
+    if inner is None:
+        return None
+    out, lse = (_restored(sizes, steps, call.rank) for sizes, steps in (inner.out, inner.lse))
+    outer = Ready(inner.prepared, inner.places, out, lse, call.q)
+    held = [x for x in variant if isinstance(x, Expr) and all(slot.constant for slot in loads(x))]
+    return Known(line, call.rank, operands, inner, outer, (constants, held))
+
+
+def _restored(sizes: Any, steps: Any, rank: int) -> tuple[Any, Any]:
+    """Sizes and steps of a (batch, heads, n, ...) tensor in the caller's layout."""
+    x = validate.restore(torch.empty_strided(sizes, steps, device="meta"), rank)
+    return tuple(x.shape), x.stride()
