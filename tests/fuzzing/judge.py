@@ -25,7 +25,7 @@ from tilewise.contract import (
     expected_forward,
     forward_results,
 )
-from tilewise.dispatch import Kernel
+from tilewise.dispatch import Kernel, Unsupported
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Lengths, Partial
 from tilewise.walking import variables
@@ -120,7 +120,11 @@ class _Trial:
         before = [bits(x) for x in self.problem.memory.used]
         if self._refused(backward=False):
             return
-        saved = self._forward()
+        try:
+            saved = self._forward()
+        except Unsupported as reason:  # by how arrays lie, which shapes do not tell
+            self.verdict.refused = str(reason)
+            return
         if self.drawn.d_out is not None and not self._refused(backward=True):
             self._backward(saved)
         if [bits(x) for x in self.problem.memory.used] != before:

@@ -158,10 +158,11 @@ struct Consumer {
 
     // 3 score
     // 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
-    template <bool MASKED> __device__ __forceinline__ void score() {
+    template <bool MASKED> __device__ __forceinline__ void score() { score<MASKED>(keys.tile); }
+    template <bool MASKED> __device__ __forceinline__ void score(int tile) {
         const Params& params = launch.params;
-        if constexpr (SCORED) rows.template score<MASKED>(params, places, keys.tile, lane);
-        else if constexpr (MASKED) rows.template score<true>(params, places_of(params, item(), first_row()), keys.tile, lane);
+        if constexpr (SCORED) rows.template score<MASKED>(params, places, tile, lane);
+        else if constexpr (MASKED) rows.template score<true>(params, places_of(params, item(), first_row()), tile, lane);
     }
 
     // 5 row_max, rescale, p, row_sum: sm90_softmax.h
@@ -218,7 +219,7 @@ struct Consumer {
                 rows.tame(sums, rescale);
             } else {
                 multiply_q_k_again();
-                score<false>();
+                score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
                 rows.exact(launch, rescale, 0.0f);
             }
             rescale_acc(rescale);
