@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.bench import report, suite, targets
+from tilewise.bench.gpu import report as gpu_report
+from tilewise.bench.gpu import suite as gpu_suite
+from tilewise.bench.gpu import targets as gpu_targets
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -40,11 +43,13 @@ def target_table(results: Path, page: Path) -> str:
     """Every number beside its target, of the sections that were measured."""
     found = _sections(results)
     if not found:
-        return _unmeasured("")
-    head = ("", "measured", "target", "")
-    rows = [(c.what, c.shown, c.target, _judgement(c)) for c in targets.checks(found)]
-    about = f"Ratios are {suite.PEER}'s time over ours. {_conditions(next(iter(found.values())))}"
-    return f"{_table(head, rows)}\n\n{about}"
+        return _unmeasured("cpu", "")
+    about = f"Ratios are {suite.PEER}'s time over ours. {_conditions(next(iter(found.values())), reading=False)}"
+    return f"{_checks(targets.checks(found))}\n\n{about}"
+
+
+def _checks(checks: list[targets.Check]) -> str:
+    return _table(("", "measured", "target", ""), [(c.what, c.shown, c.target, _judgement(c)) for c in checks])
 
 
 def _judgement(check: targets.Check) -> str:
@@ -55,7 +60,7 @@ def section_table(name: str) -> Callable[[Path, Path], str]:
     def made(results: Path, page: Path) -> str:
         found = _sections(results).get(name)
         if found is None:
-            return _unmeasured(name)
+            return _unmeasured("cpu", name)
         head, rows = _COLUMNS[name]
         by_cell = report.cells(found)
         lines = [rows(_ours(cell), cell) for cell in by_cell if _ours(cell)]
@@ -64,9 +69,9 @@ def section_table(name: str) -> Callable[[Path, Path], str]:
     return made
 
 
-def picture(name: str, about: str) -> Callable[[Path, Path], str]:
+def picture(of: str, name: str, about: str) -> Callable[[Path, Path], str]:
     def made(results: Path, page: Path) -> str:
-        path = results / "cpu" / f"{name}.png"
+        path = results / of / f"{name}.png"
         return f"![{about}]({Path(os.path.relpath(path, page.parent)).as_posix()})" if path.exists() else ""
 
     return made
@@ -111,8 +116,9 @@ _COLUMNS = {
 }
 
 
-def _sections(results: Path) -> dict[str, Results]:
-    paths = {name: results / "cpu" / f"{name}.json" for name in suite.SECTIONS}
+def _sections(results: Path, of: str = "cpu") -> dict[str, Results]:
+    names = suite.SECTIONS if of == "cpu" else gpu_suite.SECTIONS
+    paths = {name: results / of / f"{name}.json" for name in names}
     return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
 
 
@@ -124,19 +130,43 @@ def _peer(cell: list[Record]) -> Record | None:
     return next((r for r in cell if r["contestant"] == suite.PEER), None)
 
 
-def _unmeasured(name: str) -> str:
-    return f"Not measured yet: `{' '.join(f'tilewise bench --cpu {name}'.split())} --json results/cpu` does it."
+def _unmeasured(of: str, name: str) -> str:
+    return f"Not measured yet: `{' '.join(f'tilewise bench --{of} {name}'.split())} --json results/{of}` does it."
 
 
-def _conditions(results: Results) -> str:
+def _conditions(results: Results, reading: bool = True) -> str:
+    """reading: with the rate of reading memory, which is each section's own."""
     m = results["machine"]
-    limits = [
-        f"measured {what} {value:,.0f} {unit}"
-        for what, value, unit in (("peak", m["peak_gflops"], "GFLOP/s"), ("best read rate", m["read_gbs"], "GB/s"))
-        if value is not None
-    ]
+    measured = [("peak", m["peak_gflops"], "GFLOP/s")]
+    if reading:
+        measured.append(("best read rate", m["read_gbs"], "GB/s"))
+    limits = [f"measured {what} {value:,.0f} {unit}" for what, value, unit in measured if value is not None]
     where = f"{m['cores']} cores of an {m['cpu']}, {m['torch_threads']} threads, PyTorch {m['torch']}"
     return ", ".join([where, *limits, results["date"][:10]]) + "."
+
+
+# -- the GPU suite ----------------------------------------------------------------------------------------------------
+
+
+def gpu_target_table(results: Path, page: Path) -> str:
+    found = _sections(results, "gpu")
+    checks = gpu_targets.checks(found)
+    if not checks:
+        return _unmeasured("gpu", "")
+    about = f"Ratios are our speed over the peer's. {gpu_report.conditions(next(iter(found.values())))}"
+    return f"{_checks(checks)}\n\n{about}"
+
+
+def gpu_section_table(name: str) -> Callable[[Path, Path], str]:
+    def made(results: Path, page: Path) -> str:
+        found = _sections(results, "gpu").get(name)
+        if found is None:
+            return _unmeasured("gpu", name)
+        head, rows = gpu_report.table_of(name, found)
+        about = " ".join([f"From `results/gpu/{name}.json`, {found['date'][:10]}.", *gpu_report.notes(name, found)])
+        return f"{_table(head, rows)}\n\n{about}"
+
+    return made
 
 
 # -- the NumPy kernel -------------------------------------------------------------------------------------------------
@@ -191,9 +221,13 @@ def _mebibytes(r: Record | None) -> str:
 MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "cpu-targets": target_table,
     **{f"cpu-{name}": section_table(name) for name in suite.SECTIONS},
-    "cpu-forward-picture": picture("forward", "Forward: GFLOP/s beside the peak"),
-    "cpu-decode-picture": picture("decode", "Decoding: GB/s beside plain reads"),
-    "cpu-scaling-picture": picture("scaling", "Window and memory against n"),
+    "cpu-forward-picture": picture("cpu", "forward", "Forward: GFLOP/s beside the peak"),
+    "cpu-decode-picture": picture("cpu", "decode", "Decoding: GB/s beside plain reads"),
+    "cpu-scaling-picture": picture("cpu", "scaling", "Window and memory against n"),
+    "gpu-targets": gpu_target_table,
+    **{f"gpu-{name}": gpu_section_table(name) for name in gpu_suite.SECTIONS},
+    "gpu-forward-picture": picture("gpu", "forward", "Forward: TFLOP/s beside the peers"),
+    "gpu-variants-picture": picture("gpu", "variants", "Variants: TFLOP/s beside the peers"),
     "numpy": numpy_table,
 }
 

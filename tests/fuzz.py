@@ -32,7 +32,8 @@ from tilewise.cli.terminal import progress
 from tilewise.dispatch import Kernel
 
 MOST_FAILURES = 10
-MOST_LUCK, LUCK_SPARES = 0.1, 5  # the share of results that may need the bound of rounding, once there are some
+MOST_LUCK, MOST_LUCK_OF_A_KIND = 0.05, 0.15  # the share of results that may need the bound of rounding ...
+LUCK_SPARES = 5  # ... once there are some
 PATIENCE = 120.0  # seconds for one case, after which it is taken to hang
 ENVIRONMENT = ("TILEWISE_CPU_ISA", "OMP_NUM_THREADS")  # what a replay needs as well
 _fork = multiprocessing.get_context("fork")  # kernels need not be picklable; nothing has been computed before
@@ -157,7 +158,8 @@ class Report:
         self.cases += 1
         self.backward += verdict.backward
         for counts, more in ((self.results, verdict.results), (self.lucky, verdict.lucky)):
-            counts.update({f"{name} of {verdict.kind}": count for name, count in more.items() if count})
+            counts.update(more)
+            counts.update({f"{name} of {verdict.kind}": count for name, count in more.items()})
         self.worst = max(self.worst, (verdict.ratio, seed))
         self.dtypes[verdict.dtype] += 1
         self.kinds[verdict.kind] += 1
@@ -176,7 +178,8 @@ class Report:
     def too_lucky(self) -> str | None:
         """Which results were beyond the contract's limit too often for luck: each within what rounding can do, and yet
         a kernel that rounds more than the contract has it."""
-        often = [x for x, n in self.lucky.items() if n > LUCK_SPARES and n > MOST_LUCK * self.results[x]]
+        share = {x: MOST_LUCK_OF_A_KIND if " of " in x else MOST_LUCK for x in self.lucky}
+        often = [x for x, n in self.lucky.most_common() if n > LUCK_SPARES and n > share[x] * self.results[x]]
         return None if not often else f"beyond the contract's limit more often than by luck: {', '.join(often)}"
 
     def _luck(self) -> str:

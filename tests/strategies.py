@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests.expressions import Expressions
-from tilewise import expr as ex
 from tilewise.expr import Expr, Loaded
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Shape
+from tilewise.walking import evaluate
 
 _ALL_CHECKS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -87,5 +87,11 @@ def dense_env(shape: Shape = SMALL, seed: int = 0, dtype: Any = np.float64) -> d
 
 def dense_values(expr: Expr, shape: Shape = SMALL, seed: int = 0, dtype: Any = np.float64) -> Any:
     with np.errstate(all="ignore"):
-        value = ex.evaluate(expr, dense_env(shape, seed, dtype), numpy_ops(dtype))
+        value = evaluate(expr, dense_env(shape, seed, dtype), numpy_ops(dtype))
     return np.broadcast_to(value, (shape.batch, shape.heads, shape.n_q, shape.n_k))
+
+
+def value(expr: Expr, dtype: Any = np.float64, **env: Any) -> Any:
+    """At one place, whose variables are given."""
+    result = evaluate(expr, env, numpy_ops(dtype))
+    return np.asarray(result)[()]

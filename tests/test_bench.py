@@ -109,8 +109,8 @@ def test_missing_torch_is_named_not_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert [c.name for c in present][-1] == "numpy naive"
     assert set(missing) >= {"torch sdpa", "torch naive"} and "pip install" in missing["torch sdpa"]
     assert "not here: torch sdpa" in table.text(run.results([], {}, missing))
-    with pytest.raises(UserError, match=r"--gpu needs PyTorch; pip install"):
-        cli("--gpu")
+    with pytest.raises(UserError, match=r"--device cuda needs PyTorch; pip install"):
+        cli("--device", "cuda")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +150,8 @@ def test_gpu_without_one_is_a_user_error() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("this machine has one")
-    with pytest.raises(UserError, match="--gpu needs PyTorch with CUDA"):
-        cli("--gpu")
+    with pytest.raises(UserError, match="--device cuda needs PyTorch with CUDA"):
+        cli("--device", "cuda")
 
 
 def test_the_command_imports_neither_torch_nor_matplotlib() -> None:

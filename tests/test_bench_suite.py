@@ -6,51 +6,19 @@ import json
 import re
 import runpy
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import fake_contestants as fakes
-from tests import fake_library
+from tests.fake_results import PEER, made_up
 from tilewise import cli
-from tilewise.bench import machine, peers, player, plot_suite, report, roofline, run, suite, targets
-from tilewise.bench.contestants import Contestant, Entry, as_tensor
+from tilewise.bench import peers, plot_suite, report, roofline, run, suite, targets
 from tilewise.bench.problem import Cell, Problem
 from tilewise.cli import bench as command
 
 ROOT = Path(__file__).parent.parent
-ROOF = roofline.Roof(peak_gflops=200.0, read_gbs=30.0)
-PLAIN_READ, CACHE = 20e9, 32 << 20
-OURS = Contestant("tilewise cpu", fakes.ours.enter, ours=True)
-PEER = peers.FROM_TORCH[0]
-Ratio = Callable[[Cell], float]
-
-
-def made_up(name: str, ratio: Ratio = lambda cell: 2.0, **changed: Any) -> dict[str, Any]:
-    """Results of a section: the peer takes 8 ns for each visible pair of a head, ours that over the ratio."""
-    records = []
-    for cell in suite.SECTIONS[name].cells:
-        flops = 4.0 * cell.pairs * cell.d
-        for contestant, faster in ((OURS, ratio(cell)), (PEER, 1.0)):
-            seconds = 8e-9 * cell.pairs / faster
-            if cell.variant == "window":  # ours grows with n x window, the peer with n x n
-                seconds = 8e-9 * cell.n_q * (256 if contestant.ours else cell.n_k) / faster
-            record = run._record({**cell.describe(), "flops": flops}, contestant, None)
-            times = dict.fromkeys(("median_ms", "min_ms", "p10_ms", "p90_ms"), seconds * 1e3)
-            record.update(times, repetitions=3, gflops=flops / seconds / 1e9, error=1e-7, extra_bytes=None)
-            if cell.n_q == 1:
-                record.update(
-                    roofline.reading(cell, seconds, [roofline.PlainRead.beside(cell, [seconds], PLAIN_READ)], CACHE)
-                )
-            if suite.SECTIONS[name].memory:
-                record["extra_bytes"] = 1000 * cell.n_q
-            records.append({**record, **(changed if contestant.ours else {})})
-    for ours, peer in zip(records[::2], records[1::2], strict=True):
-        ours["ratio"], peer["ratio"] = peer["median_ms"] / ours["median_ms"], 1.0
-    return run.results(records, {"section": name, "threads": 2}, {}, ROOF)
 
 
 def values(*sections: dict[str, Any]) -> dict[str, targets.Check]:
@@ -211,6 +179,12 @@ def test_memory_is_judged_at_the_longest_sequence() -> None:
     assert check.shown == "2.1%" and check.target == "at most 2.0%"
 
 
+def test_the_section_of_memory_calls_it_so() -> None:
+    lines = report.section("memory", made_up("memory", extra_bytes=2**20)).splitlines()
+    assert lines[1].endswith("extra memory, of all scores") and "speed" not in lines[1]
+    assert lines[2].endswith("1.0 MiB of 128 MiB")
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
@@ -238,95 +212,6 @@ def test_the_summary_marks_what_is_met() -> None:
     assert re.search(r"✗ forward, causal: geometric mean +1.40x +at least 1.50x", text)
     assert lines["half precision: slowest cell"].startswith("·")
     assert "4 of 5 met" in text and "measured peak 200 GFLOP/s" in text
-
-
-# -- the machine's limits ---------------------------------------------------------------------------------------------
-
-
-def test_without_the_library_limits_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "LIBRARY", "tilewise.kernels.nothing.library")
-    assert roofline.measured(2) == roofline.UNKNOWN
-    record = {"dtype": "float32", "gflops": 50.0, "read_gbs": None, "read_fraction": None}
-    assert roofline.fractions(record, roofline.UNKNOWN) == {"fraction": None, "read_fraction": None}
-
-
-@pytest.mark.parametrize(
-    ("variable", "why"), [("FAKE_UNAVAILABLE", "not built"), ("FAKE_BROKEN", "failed: AssertionError: no clock")]
-)
-def test_a_library_that_cannot_measure_says_why(variable: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
-    monkeypatch.setenv(variable, "not built")
-    assert roofline.measured(1) == roofline.Roof(unmeasured=why)
-    records = [{**r, "read_fraction": None} for r in made_up("decode")["records"]]
-    results = run.results(records, {"section": "decode"}, {}, roofline.measured(1))
-    assert results["records"][0]["read_fraction"] is None and f"not measured: {why}" in report.summary(
-        {"decode": results}
-    )
-
-
-def test_limits_are_measured_with_the_contestants_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roofline, "LIBRARY", "tests.fake_library")
-    roof = roofline.measured(3)
-    assert roof == roofline.Roof(peak_gflops=3.0, read_gbs=4.0)  # the best of several buffers
-    record = {"dtype": "float16", "gflops": 1.5, "read_gbs": 1.0, "read_fraction": None}
-    assert roofline.fractions(record, roof) == {"fraction": 0.5, "read_fraction": 0.25}
-    assert roofline.fractions({**record, "read_fraction": 0.5}, roof)["read_fraction"] == 0.5
-    assert roofline.fractions({**record, "dtype": "float64"}, roof)["fraction"] is None
-
-
-def test_a_plain_read_is_of_the_arrays_that_are_attended_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered: list[Problem] = []
-    read: list[Any] = []
-
-    def enter(problem: Problem) -> Entry:
-        entered.append(problem)
-        return Entry(lambda d_out: fakes.exact(problem), lambda x: x)
-
-    monkeypatch.setattr(player, "find", lambda name: Contestant(name, enter))
-    monkeypatch.setattr(fake_library, "read_rate", lambda *arrays: read.extend(arrays) or 5)
-    playing = player.Player("someone")
-    playing.enter(Cell("full", 1, 16, 8, "float16"), 0)
-    assert playing.plain_read("tests.fake_library") == 5.0
-    assert [x is y for x, y in zip(read, (entered[0].k, entered[0].v), strict=True)] == [True, True]
-    monkeypatch.setenv("FAKE_UNAVAILABLE", "not built")
-    assert playing.plain_read("tests.fake_library") is None
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_tensors_on_the_cpu_are_the_arrays_that_are_read(dtype: str) -> None:
-    pytest.importorskip("torch")
-    k = Problem.make(Cell("full", 1, 16, 8, dtype)).k
-    assert as_tensor("cpu")(k).data_ptr() == k.ctypes.data and k.ctypes.data % 64 == 0
-
-
-def test_what_fits_the_cache_is_marked() -> None:
-    cell = Cell("full", 1, 1024, 128, heads=8, heads_k=8)  # k and v: 8 MiB
-    plain = [roofline.PlainRead(rate, share=0.5) for rate in (1e9, 7e9, 2e9)]
-    found = [roofline.reading(cell, 1e-3, plain, cache) for cache in (8 << 20, 4 << 20, None)]
-    assert [(r["times_cache"], r["fits_cache"]) for r in found] == [(1.0, True), (2.0, False), (None, None)]
-    assert found[0]["plain_read_gbs"] == 2.0 and found[0]["read_gbs"] == pytest.approx((8 << 20) / 1e6)
-    unknown = roofline.reading(cell, 1e-3, [], None)
-    assert unknown["plain_read_gbs"] is unknown["read_fraction"] is None
-
-
-def test_a_turn_is_compared_with_the_read_beside_it() -> None:
-    """Memory is twice as fast in the first turn as in the others, and so is the step: always half of a plain read."""
-    cell = Cell("full", 1, 1024, 128, heads=8, heads_k=8)
-    rates = (16e9, 8e9, 8e9)
-    plain = [roofline.PlainRead.beside(cell, [9.0, cell.key_bytes / (rate / 2), 0.0], rate) for rate in rates]
-    found = roofline.reading(cell, 1e-3, plain, None)
-    assert found["read_fraction"] == pytest.approx(0.5) and found["plain_read_gbs"] == 8.0
-
-
-def test_the_last_cache_is_the_largest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_CACHES", tmp_path)
-    assert machine.cache_bytes() is None
-    for i, size in enumerate(("32K", "1024K", "32768K")):
-        (tmp_path / f"index{i}").mkdir()
-        (tmp_path / f"index{i}" / "size").write_text(f"{size}\n")
-    assert machine.cache_bytes() == 32 << 20
-    (tmp_path / "index2" / "size").write_text("plenty\n")
-    assert machine.cache_bytes() is None
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -445,7 +330,7 @@ def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Pat
     shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
     for page in tables["PAGES"]:
         text = tables["fill"](page, tmp_path)
-        assert "Not measured yet" not in text
+        assert "Not measured yet: `tilewise bench --cpu" not in text
         assert "| training: geometric mean | 2.00x | at least 1.35x | ✓ |" in text
     assert "| float32 | causal | 8192 | 128 | " in text and "| 2.00x |" in text
     assert "| float32 | 65536 | 32 / 8 | " in text and " | 64.0 | 20.0 | 320% | 64% |" in text

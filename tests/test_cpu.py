@@ -106,13 +106,16 @@ def test_a_backward_program_is_made_once_for_each_choice_of_gradients(monkeypatc
 
 @pytest.mark.parametrize("isa", ["AVX2", "portable", "sse9"])
 def test_an_instruction_set_that_is_not_there_is_told(isa: str) -> None:
-    """NumPy then serves, but not silently; capitals do not matter."""
+    """NumPy then serves, and says so once; one that is there is taken, and capitals do not matter."""
     if isa != "sse9" and isa.lower() not in paths("cpu"):
         pytest.skip(f"this machine has no {isa}")
-    program = "import numpy as np, tilewise as tw; x = np.ones((8, 8)); tw.attention(x, x, x); tw.attention(x, x, x)"
-    env = {**os.environ, "TILEWISE_CPU_ISA": isa}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, cwd=ROOT, capture_output=True, text=True, check=True
+    program = (
+        "import numpy as np, tilewise as tw; x = np.ones((8, 8)); tw.attention(x, x, x); tw.attention(x, x, x); "
+        "from tilewise.kernels.cpu import library; print(library.unavailable() or library.isa())"
     )
+    command = [sys.executable, "-W", "always", "-c", program]  # by itself Python would leave out a second warning
+    env = {**os.environ, "TILEWISE_CPU_ISA": isa}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout.strip() == isa.lower()) == (isa != "sse9")
     told = f"computes with NumPy, far slower than its native engine could: TILEWISE_CPU_ISA={isa}: expected one of"
     assert done.stderr.count(told) == (isa == "sse9") and ("portable; set it" in done.stderr) == (isa == "sse9")

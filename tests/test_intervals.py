@@ -13,6 +13,7 @@ from tilewise import expr as ex
 from tilewise.expr import H, K, Q, S
 from tilewise.intervals import INTERVAL_OPS, SCORE
 from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.walking import evaluate
 
 TILES = st.sampled_from([(1, 1), (3, 2), (4, 4), (5, 7), (12, 14)])
 
@@ -25,7 +26,7 @@ def bounds(expr, tile, shape=SMALL):
     high = shape.env(b, h, np.minimum(q + tile[0], shape.n_q)[:, None] - 1, np.minimum(k + tile[1], shape.n_k) - 1)
     env = {"S": SCORE, **{name: (np.asarray(low[name]), np.asarray(high[name])) for name in low}}
     grid = (shape.batch, shape.heads, len(q), len(k))
-    for side in ex.evaluate(expr, env, INTERVAL_OPS):
+    for side in evaluate(expr, env, INTERVAL_OPS):
         over_tiles = np.broadcast_to(side, grid)
         yield over_tiles.repeat(tile[0], axis=2)[:, :, : shape.n_q].repeat(tile[1], axis=3)[..., : shape.n_k]
 
@@ -33,7 +34,7 @@ def bounds(expr, tile, shape=SMALL):
 def assert_sound(expr, tile, dtype=np.float64):
     lo, hi = bounds(expr, tile)
     with np.errstate(all="ignore"):
-        found = np.broadcast_to(ex.evaluate(expr, dense_env(dtype=dtype), numpy_ops(dtype)), lo.shape)
+        found = np.broadcast_to(evaluate(expr, dense_env(dtype=dtype), numpy_ops(dtype)), lo.shape)
     if expr.kind == ex.BOOL:
         assert not (lo & ~found).any(), f"{expr}: said to hold everywhere and does not"
         assert not (~hi & found).any(), f"{expr}: said to hold nowhere and does"
@@ -141,7 +142,7 @@ def test_loads_have_the_bounds_of_their_box():
     for expr in cases:
         for tile in ((4, 7), (5, 3), (1, 1), (12, 14)):
             assert_sound(expr, tile)
-            found = ex.evaluate(expr, dense_env(), numpy_ops(np.float64))
+            found = evaluate(expr, dense_env(), numpy_ops(np.float64))
             found = np.broadcast_to(found, (2, 4, 12, 14))
             lo, hi = bounds(expr, tile)
             for i in range(0, 12, tile[0]):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,84 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tilewise as tw
+from tests.problems import TILES, assert_close, bits, problems, store
 from tests.strategies import bool_exprs, profile
 from tilewise import arrays, reference
 from tilewise.expr import HK, KP, NK, NQ, QP, B, H, K, Q, S
 from tilewise.kernels.numpy import NumpyKernel
-from tilewise.spec import Attention, Lengths, Partial, Positions, Tile
+from tilewise.spec import Attention, Lengths, Partial, Tile
+from tilewise.walking import nodes
 
 KERNEL = NumpyKernel()
-# The relative error of one rounding on storing, and of the sums in the type computed with.
-STORED = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-
-
-def tolerance(dtype: str, terms: int = 64) -> float:
-    """A rounding on storing, and about sqrt(terms) of them, with room for exp, in the type computed with."""
-    wide = STORED["float64"] if dtype == "float64" else STORED["float32"]
-    return STORED[dtype] + 16 * max(terms, 16) * wide
-
-
-def assert_close(found: Any, expected: Any, dtype: str, terms: int = 64, what: str = "") -> None:
-    found = arrays.widen(arrays.as_numpy(found), np.float64)
-    expected = np.asarray(expected, np.float64)
-    assert found.shape == expected.shape, what
-    assert not np.isnan(found).any(), what
-    finite = np.isfinite(expected)
-    np.testing.assert_array_equal(found[~finite], expected[~finite], err_msg=what)
-    scale = np.abs(expected[finite]).max(initial=1.0)
-    error = np.abs(found[finite] - expected[finite]).max(initial=0)
-    assert error <= tolerance(dtype, terms) * scale, (
-        f"{what}: off by {error:.3g}, allowed {tolerance(dtype, terms) * scale:.3g}"
-    )
-
-
-def bits(x: Any) -> bytes:
-    x = arrays.as_numpy(x)
-    return np.ascontiguousarray(x).tobytes()
-
 
 # -- what is drawn ----------------------------------------------------------------------------------------------------
 
-LAYOUTS = ["plain", "heads inside", "sliced", "reversed", "broadcast"]
-
-
-def _stored(values: np.ndarray, dtype: str, library: str) -> Any:
-    if library == "torch":
-        return torch.from_numpy(values).to(getattr(torch, dtype))
-    return values.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
-def _array(rng: Any, b: int, h: int, n: int, d: int, layout: str, dtype: str, library: str) -> Any:
-    """A (b, h, n, d) array whose last dimension is contiguous and whose others lie as they like."""
-    if layout == "heads inside":
-        x = _stored(rng.standard_normal((b, n, h, d)), dtype, library)
-        return x.transpose(1, 2) if library == "torch" else x.transpose(0, 2, 1, 3)
-    if layout == "sliced":
-        return _stored(rng.standard_normal((b + 1, h + 1, 2 * n + 1, d + 3)), dtype, library)[
-            1:, :h, : 2 * n : 2, 1 : 1 + d
-        ]
-    x = _stored(rng.standard_normal((b, h, n, d)), dtype, library)
-    if layout == "reversed" and library == "numpy":
-        return x[:, ::-1, ::-1]
-    if layout == "broadcast":
-        return x[:1].expand(b, h, n, d) if library == "torch" else np.broadcast_to(x[:1], x.shape)
-    return x
-
-
-@st.composite
-def problems(draw: Any, dtypes: tuple[str, ...] = ("float16", "bfloat16", "float32", "float64"), low: int = 0) -> Any:
-    """(q, k, v, library, dtype): arrays of random sizes, from none at all, and layouts."""
-    hk, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    b, n_q, n_k = draw(st.integers(1, 2)), draw(st.integers(low, 20)), draw(st.integers(low, 20))
-    d, d_v = draw(st.integers(1, 40)), draw(st.integers(1, 40))
-    dtype, library = draw(st.sampled_from(dtypes)), draw(st.sampled_from(["numpy", "torch"]))
-    rng = np.random.default_rng(draw(st.integers(0, 999)))
-    layouts = [draw(st.sampled_from(LAYOUTS)) for _ in range(3)]
-    sizes = ((hk * group, n_q, d), (hk, n_k, d), (hk, n_k, d_v))
-    return (*(_array(rng, b, *size, lay, dtype, library) for size, lay in zip(sizes, layouts, strict=True)), dtype)
-
-
-TILES = st.builds(Tile, st.integers(1, 24), st.integers(1, 24))
 SCORES: dict[str, Any] = {
     "none": lambda rng, h, nq, nk: None,
     "softcap": lambda rng, h, nq, nk: tw.softcap(2.0),
@@ -135,7 +67,7 @@ def check_backward(problem: Any, mask: Any, score: Any, tile: Tile, sinks: bool,
     spec = Attention(0.4, mask, score, np.linspace(-1, 1, q.shape[1]) if sinks else None)
     saved = KERNEL.forward(spec, q, k, v, tile)
     rng = np.random.default_rng(0)
-    d_out = _stored(rng.standard_normal(tuple(saved.out.shape)), dtype, "torch" if arrays.is_torch(q) else "numpy")
+    d_out = store(rng.standard_normal(tuple(saved.out.shape)), dtype, "torch" if arrays.is_torch(q) else "numpy")
     d_lse = rng.standard_normal(tuple(saved.lse.shape)) if lse_too else None
     grads = KERNEL.backward(spec, q, k, v, saved, d_out, d_lse, tile)
     # A kernel has out as stored. Its rounding moves delta = sum(d_out * out) - d_lse, as a change of d_lse would: with
@@ -166,7 +98,7 @@ MASKS = st.none() | st.sampled_from([
     tw.causal(), tw.window(3), tw.causal() & tw.window(4, 0), tw.causal() | tw.prefix(2), tw.dilated(2), K < 0,
     Q % 2 == 0, Q // 4 == K // 4, (K <= Q + (NK - NQ)) & (abs(Q - K) < 3 * (H + 1) + B), K % 3 == HK,
     NK - K < 5, K < NQ,
-]) | bool_exprs(3).filter(lambda e: all(n.kind != "float" for n in tw.expr.nodes(e)))  # fmt: skip
+]) | bool_exprs(3).filter(lambda e: all(n.kind != "float" for n in nodes(e)))  # fmt: skip
 
 
 @profile(200)
@@ -233,100 +165,6 @@ def test_sinks_of_rows_without_keys(sink):
     assert_close(grads.q, reference.backward(spec, q, k, v, np.ones_like(v)).q, "float32")
 
 
-# -- merging ----------------------------------------------------------------------------------------------------------
-
-SPLIT_MASKS = [None, tw.causal(), tw.window(4, 2), tw.causal() | tw.prefix(3), K % 2 == 0, K < 0, (NK - K) % 3 == 0]
-
-
-@profile(120)
-@given(
-    problems(("float32", "float64"), low=1), st.sampled_from(SPLIT_MASKS), st.lists(st.integers(0, 20), max_size=4),
-    st.booleans(), TILES,
-)  # fmt: skip
-def test_merging_parts_of_the_keys_is_the_whole(problem, mask, cuts, sinks, tile):
-    q, k, v, dtype = problem
-    n_q, n_k = q.shape[2], k.shape[2]
-    sink = _stored(np.linspace(-1, 1, q.shape[1]), dtype, "torch" if arrays.is_torch(q) else "numpy") if sinks else None
-    score = tw.softcap(3.0) >> (S - 0.125 * abs(Q + (NK - NQ) - K))
-    edges = [0, *sorted(min(c, n_k) for c in cuts), n_k]
-    parts = []
-    for a, b in pairwise(edges):
-        where = Positions(origin_k=a, total_q=n_q, total_k=n_k)
-        spec = Attention(0.4, mask, score, positions=where)
-        parts.append(KERNEL.forward(spec, q, k[:, :, a:b], v[:, :, a:b], tile))
-    merged = tw.merge(parts, sinks=sink)
-    want = reference.forward(Attention(0.4, mask, score, sink), q, k, v)
-    assert_close(merged.out, want.out, dtype, 200, "out")
-    assert_close(merged.lse, want.lse, dtype, 200, "lse")
-    assert merged.out.dtype == q.dtype
-    # Any grouping, any order.
-    if len(parts) > 2:
-        left = tw.merge([tw.merge(parts[:2]), *parts[2:]], sinks=sink)
-        right = tw.merge([parts[0], tw.merge(parts[1:])], sinks=sink)
-        back = tw.merge(parts[::-1], sinks=sink)
-        for other in (left, right, back):
-            assert_close(other.out, want.out, dtype, 200, "out")
-            assert_close(other.lse, want.lse, dtype, 200, "lse")
-
-
-@pytest.mark.parametrize("rank", [2, 3, 4])
-def test_merge_in_every_layout(rank):
-    rng = np.random.default_rng(0)
-    shape = {2: (7, 4), 3: (3, 7, 4), 4: (2, 3, 7, 4)}[rank]
-    q, k, v = (rng.standard_normal(shape) for _ in range(3))
-    sinks = rng.standard_normal(3 if rank == 4 else 1)
-    halves = [tw.attention(q, k[..., a:b, :], v[..., a:b, :], return_lse=True) for a, b in ((0, 3), (3, 7))]
-    out, lse = tw.attention(q, k, v, sinks=sinks, return_lse=True)
-    merged = tw.merge(halves, sinks=sinks)
-    got_out, got_lse = merged  # a pair, like those it was made of
-    assert got_out is merged.out and got_out.shape == out.shape
-    assert got_lse is merged.lse and got_lse.shape == lse.shape
-    np.testing.assert_allclose(got_out, out, rtol=1e-12)
-    np.testing.assert_allclose(got_lse, lse, rtol=1e-12)
-
-
-@pytest.mark.parametrize("total", [5, 3])
-def test_merge_of_packed_results(total):
-    """lse is (total, heads) here, and sinks are by head, also where both have the same size."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((total, 3, 4)) for _ in range(3))
-    sinks, ends = rng.standard_normal(3), [0, 2, total]
-    even = tw.attention_varlen(q, k, v, ends, ends, mask=K % 2 == 0, return_lse=True)
-    odd = tw.attention_varlen(q, k, v, ends, ends, mask=K % 2 == 1, return_lse=True)
-    out, lse = tw.attention_varlen(q, k, v, ends, ends, sinks=sinks, return_lse=True)
-    merged = tw.merge([even, odd], sinks=sinks)
-    np.testing.assert_allclose(merged.out, out, rtol=1e-12)
-    np.testing.assert_allclose(merged.lse, lse, rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_merge_keeps_half_precision(dtype, library):
-    rng = np.random.default_rng(0)
-    q, k, v = (_stored(rng.standard_normal((2, 3, 8, 4)), dtype, library) for _ in range(3))
-    halves = [tw.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 5), (5, 8))]
-    merged = tw.merge(halves)
-    assert merged.out.dtype == q.dtype
-    assert arrays.dtype_name(merged.lse) == "float32"
-    assert_close(merged.out, reference.forward(Attention(0.5), q, k, v).out, dtype, 400)
-
-
-def test_states_merge_as_partials_do():
-    from tilewise.softmax import State
-
-    rng = np.random.default_rng(0)
-    s, v = rng.standard_normal((5, 9)), rng.standard_normal((9, 3))
-    s[2] = -np.inf
-    s[3, :4] = -np.inf
-    a, b, whole = (State.init((5,), 3, np.float64) for _ in range(3))
-    a.step(s[:, :4], v[:4])
-    b.step(s[:, 4:], v[4:])
-    whole.step(s, v)
-    merged, want = a.merge(b).finish(), whole.finish()
-    np.testing.assert_allclose(merged.out, want.out, rtol=1e-13)
-    np.testing.assert_allclose(merged.lse, want.lse, rtol=1e-13)
-
-
 # -- packed sequences -------------------------------------------------------------------------------------------------
 
 
@@ -339,16 +177,16 @@ def test_states_merge_as_partials_do():
 def test_packed_equals_each_alone(sizes, mask, dtype, library, sinks):
     rng = np.random.default_rng(0)
     lengths_q, lengths_k = (np.cumsum([0, *(s[i] for s in sizes)]) for i in (0, 1))
-    q = _stored(rng.standard_normal((lengths_q[-1], 4, 6)), dtype, library)
-    k = _stored(rng.standard_normal((lengths_k[-1], 2, 6)), dtype, library)
-    v = _stored(rng.standard_normal((lengths_k[-1], 2, 5)), dtype, library)
-    sink = _stored(rng.standard_normal(4), dtype, library) if sinks else None
-    weight = _stored(rng.standard_normal(len(sizes)), "float64", library)
+    q = store(rng.standard_normal((lengths_q[-1], 4, 6)), dtype, library)
+    k = store(rng.standard_normal((lengths_k[-1], 2, 6)), dtype, library)
+    v = store(rng.standard_normal((lengths_k[-1], 2, 5)), dtype, library)
+    sink = store(rng.standard_normal(4), dtype, library) if sinks else None
+    weight = store(rng.standard_normal(len(sizes)), "float64", library)
     score = tw.softcap(2.0) >> S + tw.load(weight, B, grad=True)
     options = {"mask": mask, "score": score, "sinks": sink}
     out, lse = tw.attention_varlen(q, k, v, lengths_q, lengths_k, return_lse=True, **options)
     assert tuple(lse.shape) == (lengths_q[-1], 4)
-    d_out = _stored(rng.standard_normal(tuple(out.shape)), dtype, library)
+    d_out = store(rng.standard_normal(tuple(out.shape)), dtype, library)
     _, pullback = tw.attention_vjp(q, k, v, lengths_q=lengths_q, lengths_k=lengths_k, **options)
     grads = pullback(d_out)
     total_weight, total_sink = np.zeros(len(sizes)), np.zeros(4)
@@ -358,7 +196,7 @@ def test_packed_equals_each_alone(sizes, mask, dtype, library, sinks):
         one = [swap(x) for x in (q[rows], k[cols], v[cols])]
         # Alone, its number in the batch is 0.
         mask_i = None if mask is None else tw.expr.substitute(mask, {B: tw.expr.constant(i)})
-        weight_i = _stored(arrays.as_numpy(weight)[i : i + 1].copy(), "float64", library)
+        weight_i = store(arrays.as_numpy(weight)[i : i + 1].copy(), "float64", library)
         score_i = tw.softcap(2.0) >> S + tw.load(weight_i, 0, grad=True)
         alone, alone_lse = tw.attention(*one, mask=mask_i, score=score_i, sinks=sink, return_lse=True)
         assert alone.shape[2] == n_q
@@ -397,7 +235,7 @@ def test_packed_arrays_are_read_by_packed_position():
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_batch_invariance_is_bitwise(library, dtype):
     rng = np.random.default_rng(0)
-    q, k, v = (_stored(rng.standard_normal((4, h, 70, 16)), dtype, library) for h in (4, 2, 2))
+    q, k, v = (store(rng.standard_normal((4, h, 70, 16)), dtype, library) for h in (4, 2, 2))
     options = {"causal": True, "score": tw.alibi(4), "batch_invariant": True, "return_lse": True}
     together = tw.attention(q, k, v, **options)
     for i in range(4):
@@ -423,140 +261,6 @@ def test_the_same_call_gives_the_same_bits():
     assert results[0] == results[1] == results[2]
 
 
-# -- PyTorch ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_torch_gives_the_bits_of_numpy(dtype):
-    rng = np.random.default_rng(0)
-    values = [rng.standard_normal((2, h, n, 12)) for h, n in ((4, 33), (2, 40), (2, 40))]
-    from_numpy = tw.attention(*(_stored(x, dtype, "numpy") for x in values), causal=True, return_lse=True)
-    from_torch = tw.attention(*(_stored(x, dtype, "torch") for x in values), causal=True, return_lse=True)
-    assert isinstance(from_torch[0], torch.Tensor)
-    assert isinstance(from_numpy[0], np.ndarray)
-    assert from_torch[0].dtype == getattr(torch, dtype)
-    for a, b in zip(from_numpy, from_torch, strict=True):
-        assert bits(a) == bits(b)
-
-
-def test_torch_inputs_are_not_copied_or_touched():
-    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
-    copies, versions = [x.clone() for x in (q, k, v)], [x._version for x in (q, k, v)]
-    out = tw.attention(q, k, v, causal=True)
-    assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies, strict=True))
-    assert [x._version for x in (q, k, v)] == versions
-    assert arrays.as_numpy(q).ctypes.data == q.data_ptr()
-    half = q.bfloat16()
-    assert arrays.as_numpy(half).ctypes.data == half.data_ptr()
-    assert out.dtype == q.dtype
-    assert not out.requires_grad
-
-
-def _leaf(rng: Any, *shape: int) -> torch.Tensor:
-    return torch.from_numpy(rng.standard_normal(shape)).requires_grad_()
-
-
-AUTOGRAD = {
-    "plain": lambda rng: ({}, []),
-    "causal": lambda rng: ({"causal": True}, []),
-    "bias": lambda rng: (lambda b: ({"score": tw.bias(b)}, [b]))(_leaf(rng, 4, 6, 7)),
-    "bias over heads": lambda rng: (lambda b: ({"score": tw.bias(b)}, [b]))(_leaf(rng, 2, 1, 1, 7)),
-    "float mask": lambda rng: (lambda b: ({"mask": b}, [b]))(_leaf(rng, 6, 7)),
-    "relative": lambda rng: (lambda t: ({"score": tw.relative(t, signed=True)}, [t]))(_leaf(rng, 4, 5)),
-    "t5": lambda rng: (lambda t: ({"score": tw.t5(t, 10), "causal": True}, [t]))(_leaf(rng, 8, 4)),
-    "alibi": lambda rng: (lambda s: ({"score": tw.alibi(s)}, [s]))(_leaf(rng, 4)),
-    "a scalar": lambda rng: (lambda s: ({"score": S * s}, [s]))(_leaf(rng)),
-    "twice": lambda rng: (lambda t: ({"score": S * tw.load(t, H) + tw.load(t, Q % 4)}, [t]))(_leaf(rng, 4)),
-    "two arrays": lambda rng: (lambda a, b: ({"score": tw.softcap(2.0) >> tw.bias(a) >> tw.alibi(b)}, [a, b]))(
-        _leaf(rng, 6, 7), _leaf(rng, 4)
-    ),
-    "sinks": lambda rng: (lambda s: ({"sinks": s, "causal": True}, [s]))(_leaf(rng, 4)),
-    "sinks and all": lambda rng: (lambda s, t: ({"sinks": s, "mask": Q % 2 == 0, "score": tw.alibi(t)}, [s, t]))(
-        _leaf(rng, 4), _leaf(rng, 4)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", AUTOGRAD)
-def test_autograd_equals_the_reference(name):
-    rng = np.random.default_rng(0)
-    q, k, v = _leaf(rng, 2, 4, 6, 3), _leaf(rng, 2, 2, 7, 3), _leaf(rng, 2, 2, 7, 5)
-    options, leaves = AUTOGRAD[name](rng)
-    out, lse = tw.attention(q, k, v, return_lse=True, **options)
-    d_out, d_lse = (torch.from_numpy(rng.standard_normal(tuple(x.shape))) for x in (out, lse))
-    if (Q % 2 == 0) is options.get("mask"):
-        d_lse[:, :, 1::2] = 0
-    torch.autograd.backward([out, lse], [d_out, d_lse])
-    from tilewise.validate import prepare
-
-    spec = prepare(q, k, v, **options).spec
-    want = reference.backward(spec, q, k, v, d_out, d_lse)
-    for x, expected in ((q, want.q), (k, want.k), (v, want.v)):
-        np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-9, atol=1e-12)
-    expected = ([want.sinks] if spec.sinks is not None else []) + list(want.arrays)
-    assert len(expected) == len(leaves)
-    for leaf, e in zip(leaves, expected, strict=True):
-        np.testing.assert_allclose(leaf.grad.numpy(), e.reshape(leaf.shape), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_gradient_of_an_array_without_dimensions(dtype, library):
-    rng = np.random.default_rng(0)
-    q, k, v = (_stored(rng.standard_normal((1, 2, 5, 4)), dtype, library) for _ in range(3))
-    factor = _stored(np.asarray(0.5), dtype, library)
-    out, pullback = tw.attention_vjp(q, k, v, score=S * tw.load(factor, grad=True))
-    (found,) = pullback(out).arrays
-    assert tuple(found.shape) == ()
-    assert found.dtype == factor.dtype
-    want = reference.backward(Attention(0.5, None, S * tw.load(factor, grad=True)), q, k, v, out).arrays[0]
-    assert_close(found, want, dtype, 800)
-
-
-@pytest.mark.parametrize("name", ["causal", "bias", "relative", "alibi", "twice", "two arrays", "sinks", "float mask"])
-def test_gradcheck(name):
-    rng = np.random.default_rng(1)
-    q, k, v = _leaf(rng, 2, 4, 6, 3), _leaf(rng, 2, 2, 7, 3), _leaf(rng, 2, 2, 7, 2)
-    options, leaves = AUTOGRAD[name](rng)
-
-    def call(q, k, v, *_):
-        return tw.attention(q, k, v, return_lse=True, **options)
-
-    assert torch.autograd.gradcheck(call, (q, k, v, *leaves), atol=1e-6, rtol=1e-4, fast_mode=True)
-
-
-def test_autograd_of_packed_sequences():
-    rng = np.random.default_rng(0)
-    q, k, v = (_leaf(rng, 9, 2, 3) for _ in range(3))
-    ends = torch.tensor([0, 4, 4, 9])
-    assert torch.autograd.gradcheck(
-        lambda *x: tw.attention_varlen(*x, ends, ends, causal=True, return_lse=True), (q, k, v), fast_mode=True
-    )
-
-
-def test_autograd_against_torch_itself():
-    rng = np.random.default_rng(0)
-    q, k, v = (_leaf(rng, 2, 3, 10, 8) for _ in range(3))
-    ours = tw.attention(q, k, v, causal=True)
-    ours.sum().backward()
-    found = [x.grad.clone() for x in (q, k, v)]
-    for x in (q, k, v):
-        x.grad = None
-    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    theirs.sum().backward()
-    torch.testing.assert_close(ours, theirs)
-    for x, f in zip((q, k, v), found, strict=True):
-        torch.testing.assert_close(f, x.grad)
-
-
-def test_no_gradient_is_made_for_what_does_not_want_one():
-    q = torch.randn(1, 1, 4, 2, requires_grad=True)
-    k, v = torch.randn(1, 1, 4, 2), torch.randn(1, 1, 4, 2)
-    tw.attention(q, k, v).sum().backward()
-    assert q.grad is not None
-    assert k.grad is None
-
-
 # -- weights ----------------------------------------------------------------------------------------------------------
 
 
@@ -566,7 +270,7 @@ def test_weights_are_rows_of_the_softmax(problem, mask, data, sinks):
     q, k, v, dtype = problem
     n = q.shape[2]
     rows = data.draw(st.lists(st.integers(-n, n - 1), min_size=1, max_size=5))
-    sink = _stored(np.linspace(-1, 1, q.shape[1]), dtype, "torch" if arrays.is_torch(q) else "numpy") if sinks else None
+    sink = store(np.linspace(-1, 1, q.shape[1]), dtype, "torch" if arrays.is_torch(q) else "numpy") if sinks else None
     found = tw.weights(q, k, v, rows=rows, mask=mask, scale=0.4, sinks=sink)
     assert type(found) is type(q)
     identity = np.broadcast_to(np.eye(k.shape[2]), (*k.shape[:3], k.shape[2]))

@@ -16,10 +16,11 @@ from tests.strategies import any_exprs, dense_values, profile
 from tilewise import expr as ex
 from tilewise.expr import KP, NK, NQ, QP, B, H, K, Q, S
 from tilewise.text import MAX_INLINE, MAX_LENGTH
+from tilewise.walking import evaluate, loads, variables
 
 
 def arrays_of(expr):
-    return [slot.array for slot in ex.loads(expr)]
+    return [slot.array for slot in loads(expr)]
 
 
 def assert_reads_back(expr):
@@ -156,7 +157,7 @@ def test_text_a_person_would_write(text, expected):
 def test_lists_are_arrays():
     found = tw.parse("document([0, 0, 1, 1])")
     np.testing.assert_array_equal(
-        np.broadcast_to(ex.evaluate(found, {"Q": np.arange(4)[:, None], "K": np.arange(4)}, _ops()), (4, 4)),
+        np.broadcast_to(evaluate(found, {"Q": np.arange(4)[:, None], "K": np.arange(4)}, _ops()), (4, 4)),
         np.kron(np.eye(2, dtype=bool), np.ones((2, 2), bool)),
     )
     assert tw.parse("alibi([0.5, 0.25])").key == tw.alibi(np.array([0.5, 0.25])).key
@@ -420,7 +421,7 @@ def test_limits_are_what_they_say():
     with pytest.raises(tw.ExpressionError):
         tw.parse(fits + " ")
     assert MAX_INLINE >= 64
-    assert {"NQ", "NK"} <= ex.variables(tw.parse("NQ + NK"))
+    assert {"NQ", "NK"} <= variables(tw.parse("NQ + NK"))
     assert tw.parse("NQ + NK") is NQ + NK
 
 

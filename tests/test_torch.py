@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilewise as tw
+from tilewise.walking import loads
 
 
 def _inputs(*shape: int, grad: bool = True) -> list[torch.Tensor]:
@@ -70,7 +71,7 @@ def test_changing_what_backward_needs_is_noticed(options: object) -> None:
     given = options()  # type: ignore[operator]
     out = tw.attention(q, k, v, **given)
     (array,) = given.values()
-    array = tw.expr.loads(array)[0].array if isinstance(array, tw.Expr) else array
+    array = loads(array)[0].array if isinstance(array, tw.Expr) else array
     with torch.no_grad():
         array[:] = 1 - array if array.dtype != torch.bool else ~array
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -13,6 +13,7 @@ from tilewise import wire
 from tilewise.cases import Case, conformance
 from tilewise.expr import H, K, Q, S
 from tilewise.spec import Attention, Lengths, Positions
+from tilewise.walking import loads
 
 
 def _again(spec: Attention, kernel: str = "auto") -> tuple[str, Attention]:
@@ -30,7 +31,7 @@ def test_what_is_said_comes_back(case: Case) -> None:
         assert (have is None) == (want is None)
         if have is not None and want is not None:
             assert have.key == want.key
-            assert all(x.array is y.array for x, y in zip(tw.expr.loads(have), tw.expr.loads(want), strict=True))
+            assert all(x.array is y.array for x, y in zip(loads(have), loads(want), strict=True))
     assert again.sinks is spec.sinks
     assert (again.lengths is None) == (spec.lengths is None)
     if again.lengths is not None and spec.lengths is not None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.sharing import Lock
-from tilewise.walking import OpTable, evaluate, evaluate_all, loads, nodes, remembered, variables  # noqa: F401
+from tilewise.walking import loads, nodes, remembered
 
 BOOL, INT, FLOAT = "bool", "int", "float"
 INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1

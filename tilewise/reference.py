@@ -63,7 +63,7 @@ def backward(
         )
         score, values = _scores(spec, part, q_, k[:, :, cols], dtype)
         p, lse = _softmax(spec, score)
-        if dtype != np.float64:
+        if np.dtype(dtype).itemsize < 8:
             # Only out and lse cross from forward to backward: in a narrower type weights come from a rounded lse.
             p = np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(dtype)
         delta = np.sum(g * store(store(p) @ v_), axis=-1) - d_lse[:, :, rows]

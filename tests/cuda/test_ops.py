@@ -151,8 +151,17 @@ def test_values_are_computed_where_they_vary() -> None:
     ids, slopes = np.zeros(20, np.int32), np.ones(4, np.float32)
     text = variant(load(ids, Q) == load(np.zeros(17, np.int32), K), S - load(slopes, H) * abs(Q - K)).text
     per_score = _function(text, "mask") + _function(text, "score")
-    assert not any("load" in line for line in per_score)
-    assert len(re.findall("= load<", text)) == 3
+    assert not any(".read(" in line or "float(" in line.replace("float(key.column)", "") for line in per_score)
+    assert len(re.findall(r"\.read\(", text)) == 3
+
+
+def test_a_table_of_pairs_is_found_by_row() -> None:
+    """Of a bias only the key's place is left for each score, and nothing is multiplied if keys lie side by side."""
+    text = variant(None, tw.bias(np.zeros((2, 4, 20, 17), np.float32))).text
+    assert [line for line in _function(text, "score") if "read" in line] == ["const float x9 = row.r8.read(key.k4);"]
+    assert "const int k4 = clamped(params.arrays[0], 3, K);" in text
+    other = variant(None, tw.bias(np.zeros((2, 4, 17, 20), np.float32).swapaxes(2, 3))).text
+    assert "along(params.arrays[0], 3, K);" in other
 
 
 def test_arrays_are_slots_in_order() -> None:

@@ -17,7 +17,7 @@ from tests.cuda import pipelines
 from tests.cuda.test_ops import needs_compiler
 from tilewise.cases import Case, conformance
 from tilewise.expr import H, Q, S, load
-from tilewise.kernels.cuda import launcher, marshal, simulator, structs, wgmma
+from tilewise.kernels.cuda import compiler, marshal, simulator, structs, wgmma
 from tilewise.kernels.cuda.ops import variant
 from tilewise.kernels.cuda.rungs import RUNGS, SOURCES
 from tilewise.kernels.cuda.source import assembled, source, spliced
@@ -156,8 +156,8 @@ def test_tables_of_packed_sequences() -> None:
 
 
 def test_architectures() -> None:
-    assert launcher.architecture((9, 0)) == "sm_90a"
-    assert launcher.architecture((8, 6)) == "sm_86"
+    assert compiler.architecture((9, 0)) == "sm_90a"
+    assert compiler.architecture((8, 6)) == "sm_86"
 
 
 def test_products_are_written_for_the_shapes_asked_for() -> None:

@@ -17,11 +17,12 @@ from tilewise import arrays, reference
 from tilewise.arrays import Array
 from tilewise.contract import ROUNDING
 from tilewise.derivative import derivative
-from tilewise.expr import Expr, S, evaluate
+from tilewise.expr import Expr, S
 from tilewise.kernels.numpy.ops import clamp
 from tilewise.reference import _per_key_head, _per_query_head, _softmax, _wanted_loads
 from tilewise.spec import Shape
 from tilewise.validate import Call
+from tilewise.walking import evaluate
 
 MOST_SCORE = 2.0**100
 MOST_MOVED = 0.02  # how much of its weight a row's rounding may move; beyond it a call says little
@@ -60,13 +61,8 @@ class Bounds:
         self.ops = error_ops(self.wide)
 
     def sum_of(self, terms: int) -> float:
-        """As a share of the terms' magnitudes: roundings of mean 0 add up as sqrt(n), and some stand around the sum.
-
-        In float64 the reference rounds as well, and may add one term after the other: if all are the same number, it
-        errs in one direction.
-        """
-        reference = terms if self.wide == "float64" else 0
-        return (4 * math.sqrt(terms) + FUNCTION + reference) * self.unit
+        """As a share of the terms' magnitudes: roundings of mean 0 add up as sqrt(n), and some stand around the sum."""
+        return (4 * math.sqrt(terms) + FUNCTION) * self.unit
 
     # -- scores and weights --------------------------------------------------------------------------------------------
     @cached_property

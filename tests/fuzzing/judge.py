@@ -25,10 +25,10 @@ from tilewise.contract import (
     expected_forward,
     forward_results,
 )
-from tilewise.dispatch import Kernel
-from tilewise.expr import variables
+from tilewise.dispatch import Kernel, Unsupported
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Lengths, Partial
+from tilewise.walking import variables
 
 MOST_DRAWS = 100
 
@@ -120,7 +120,11 @@ class _Trial:
         before = [bits(x) for x in self.problem.memory.used]
         if self._refused(backward=False):
             return
-        saved = self._forward()
+        try:
+            saved = self._forward()
+        except Unsupported as reason:  # by how arrays lie, which shapes do not tell
+            self.verdict.refused = str(reason)
+            return
         if self.drawn.d_out is not None and not self._refused(backward=True):
             self._backward(saved)
         if [bits(x) for x in self.problem.memory.used] != before:
@@ -197,7 +201,8 @@ class _Trial:
             self.verdict.ratio = max(self.verdict.ratio, ratio)
             name = e.what.split()[0]  # arrays together
             self.verdict.results[name] += 1
-            self.verdict.lucky[name] += bool(lucky)
+            if lucky:
+                self.verdict.lucky[name] += 1
 
     def _sequences_alone(self) -> Any:
         """A batch-invariant call's last sequence as a call of its own, where its variant does not ask which it is."""

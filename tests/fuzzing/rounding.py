@@ -17,8 +17,9 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.contract import ROUNDING
-from tilewise.expr import Loaded, OpTable
+from tilewise.expr import Loaded
 from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.walking import OpTable
 
 Pair = tuple[Any, Any]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from tilewise.expr import HK, KP, QP, B, Expr, H, K, Loaded, Q, S
 # No infinite or huge constants, of which hardly an expression comes back; scores of -inf have makers of their own.
 FLOATS = (0.0, 0.1, -0.5, 1.0, 2.5, -3.0, 1e-3, 30.0)
 MASKING = {"causal", "window", "prefix", "document", "dilated", "dense"}  # of the named variants; the others score
+MOST_ENTRIES = 4_000_000  # of a table: by positions in the sequence and in the pack at once it could be any size
 
 
 class Variants:
@@ -118,8 +120,11 @@ class Variants:
     def by_variables(self) -> Expr:
         """A table read by plain variables, whatever they are."""
         by = [v for v in (B, H, HK, Q, K, QP, KP) if self.dice.chance(0.25)]
-        table = self.floats(*(self.sizes[v.payload] for v in by), masked=0.2)
-        return S + ex.load(table, *by, grad=self.grad())
+        shape = [self.sizes[v.payload] for v in by]
+        while math.prod(shape) > MOST_ENTRIES:
+            by.pop()
+            shape.pop()
+        return S + ex.load(self.floats(*shape, masked=0.2), *by, grad=self.grad())
 
     def random_score(self) -> Expr:
         made = self._expressions.number(self.dice.between(1, 4), scores=True)

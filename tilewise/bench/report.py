@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
@@ -13,6 +14,7 @@ from tilewise.explanation import size
 
 Record = dict[str, Any]
 Results = dict[str, Any]
+Show = Callable[[Record | None], tuple[str, ...]]
 _DECODE = ("GB/s", "plain read", "of that", "of the FMA peak", "")
 _DECODE_NOTE = "GB/s: k and v over the time. Plain read: GB/s of only reading the same arrays, in the same process."
 _MARKS = {True: "✓", False: "✗", None: "·"}
@@ -22,10 +24,10 @@ def section(name: str, results: Results) -> str:
     """Milliseconds of both, their ratio, and how near the machine's own limit ours comes."""
     peers = list(dict.fromkeys(r["contestant"] for r in results["records"] if not r["ours"]))
     ours = next((r["contestant"] for r in results["records"] if r["ours"]), "ours")
-    decode = name == "decode"
-    heads = ("", f"{ours} ms", *(f"{peer} ms" for peer in peers), "ratio", *(_DECODE if decode else ("speed",)))
-    rows = [_row(records, peers) for records in cells(results)]
-    note = [_DECODE_NOTE] if decode else []
+    measured, show = _MEASURED.get(name, (("speed",), _speed))
+    heads = ("", f"{ours} ms", *(f"{peer} ms" for peer in peers), "ratio", *measured)
+    rows = [_row(records, peers, show) for records in cells(results)]
+    note = [_DECODE_NOTE] if name == "decode" else []
     return "\n".join([f"{name}: {SECTIONS[name].about}", *table.columns([heads, *rows]), *note])
 
 
@@ -39,13 +41,12 @@ def _place(r: Record) -> tuple[int, ...]:
     return DTYPES.index(r["dtype"]), list(VARIANTS).index(r["variant"]), r["heads"], r["n_k"], r["d"]
 
 
-def _row(records: list[Record], peers: list[str]) -> tuple[str, ...]:
+def _row(records: list[Record], peers: list[str], show: Show) -> tuple[str, ...]:
     by_name = {r["contestant"]: r for r in records}
     mine = next((r for r in records if r["ours"]), None)
-    speeds = _reading(mine) if records[0]["n_q"] == 1 else (_speed(mine),)
     times = [_time(mine), *(_time(by_name.get(peer)) for peer in peers)]
     ratio = "-" if mine is None or mine["ratio"] is None else f"{mine['ratio']:.2f}x"
-    return _cell(records[0]), *times, ratio, *speeds
+    return _cell(records[0]), *times, ratio, *show(mine)
 
 
 def _cell(r: Record) -> str:
@@ -68,26 +69,38 @@ def _reading(r: Record | None) -> tuple[str, ...]:
     return *rates, *shares, "in the cache" if r["fits_cache"] else ""
 
 
-def _speed(r: Record | None) -> str:
-    """Operations a second, or memory where that is measured."""
-    if r is None:
-        return "-"
-    if r["extra_bytes"] is not None:
-        return f"{size(r['extra_bytes'])} of {size(r['matrix_bytes'])}"
-    if r["gflops"] is None:
-        return "-"
-    return f"{r['gflops']:.1f} GFLOP/s" + (f", {r['fraction']:.0%}" if r["fraction"] else "")
+def _memory(r: Record | None) -> tuple[str, ...]:
+    if r is None or r["extra_bytes"] is None:
+        return ("-",)
+    return (f"{size(r['extra_bytes'])} of {size(r['matrix_bytes'])}",)
+
+
+def _speed(r: Record | None) -> tuple[str, ...]:
+    if r is None or r["gflops"] is None:
+        return ("-",)
+    return (f"{r['gflops']:.1f} GFLOP/s" + (f", {r['fraction']:.0%}" if r["fraction"] else ""),)
+
+
+# What a section measures of ours, if it is not the speed: the heads of its columns, and what stands in them.
+_MEASURED: dict[str, tuple[tuple[str, ...], Show]] = {
+    "decode": (_DECODE, _reading),
+    "memory": (("extra memory, of all scores",), _memory),
+}
+
+
+def target_lines(found: list[Check]) -> list[str]:
+    """A line for every number beside its target, in columns."""
+    widths = [max(len(column) for column in columns) for columns in zip(*map(_columns, found), strict=True)]
+    return ["  ".join(f"{x:<{w}}" for x, w in zip(_columns(check), widths, strict=True)).rstrip() for check in found]
 
 
 def summary(sections: dict[str, Results]) -> str:
     found = checks(sections)
-    widths = [max(len(column) for column in columns) for columns in zip(*map(_columns, found), strict=True)]
-    lines = ["  ".join(f"{x:<{w}}" for x, w in zip(_columns(check), widths, strict=True)).rstrip() for check in found]
     judged = [check.met for check in found if check.met is not None]
     return "\n".join(
         [
             f"The targets ({PEER}'s time over ours, unless a line says otherwise):",
-            *lines,
+            *target_lines(found),
             f"{sum(judged)} of {len(judged)} met. {_conditions(next(iter(sections.values())))}",
         ]
     )

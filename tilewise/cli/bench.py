@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewise.cli import UserError
-from tilewise.cli.bench_options import check_kernel, check_matplotlib, check_writable, names, seconds, several, whole
+from tilewise.cli.bench_options import (
+    check_gpu,
+    check_kernel,
+    check_matplotlib,
+    check_writable,
+    names,
+    seconds,
+    several,
+    whole,
+)
 from tilewise.cli.terminal import progress
 
 if TYPE_CHECKING:
@@ -21,7 +30,9 @@ FULL_SWEEP = {
 }  # fmt: skip
 QUICK_SWEEP = {**FULL_SWEEP, "n": "256,1024", "variants": "causal", "heads": "2", "repeat": "5", "budget": "0.5"}
 CPU_SECTIONS = ("forward", "half", "training", "decode", "window", "memory")
+GPU_SECTIONS = ("forward", "stress", "variants", "gqa", "varlen", "ladder", "launch")
 _CPU_HELP = f"the CPU engine's suite, with its targets: {', '.join(CPU_SECTIONS)}, or all of them"
+_GPU_HELP = f"the CUDA kernels' suite, with its targets: {', '.join(GPU_SECTIONS)}, or all of them"
 
 
 def add_parser(commands: Any) -> None:
@@ -33,7 +44,7 @@ def add_parser(commands: Any) -> None:
         "are installed.",
         epilog="The default sweep takes a few minutes, --quick some seconds. --cpu is the native engine's own suite "
         "beside PyTorch's SDPA, with its targets: about ten minutes, a file a section in the folders that --json and "
-        "--plot name.",
+        "--plot name. --gpu is that of the CUDA kernels, beside cuDNN, FlashAttention-4 and FlexAttention: about six.",
     )
     add = parser.add_argument
     add("--n", metavar="LIST", help=f"lengths, queries and keys alike ({FULL_SWEEP['n']})")
@@ -47,14 +58,13 @@ def add_parser(commands: Any) -> None:
     add("--kernel", metavar="NAME", help="only this kernel system of ours, beside the peers")
     add("--threads", metavar="N", help="threads of every contestant (its own choice; 2 with --cpu)")
     add("--backward", action="store_true", help="also time forward and backward together")
-    add("--repeat", metavar="N", help="repetitions at most (20)")
+    add("--repeat", metavar="N", help="repetitions at most (20); with --gpu rounds (5)")
     add("--budget", metavar="SECONDS", help="for one contestant's repetitions in one cell (2)")
-    add("--quick", action="store_true", help="a small sweep, in seconds; other options still count")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--cpu", nargs="*", choices=CPU_SECTIONS, metavar="SECTION", help=_CPU_HELP)
-    where.add_argument(
-        "--gpu", dest="device", action="store_const", const="cuda", default="cpu", help="needs PyTorch with CUDA"
-    )
+    add("--quick", action="store_true", help="a small sweep, in seconds; other options still count; --gpu has one too")
+    add("--device", choices=("cpu", "cuda"), help="where the sweep runs (cpu); cuda needs PyTorch with CUDA")
+    suite = parser.add_mutually_exclusive_group()
+    suite.add_argument("--cpu", nargs="*", choices=CPU_SECTIONS, metavar="SECTION", help=_CPU_HELP)
+    suite.add_argument("--gpu", nargs="*", choices=GPU_SECTIONS, metavar="SECTION", help=_GPU_HELP)
     add("--no-memory", action="store_true", help="do not measure memory, which starts a process a contestant and cell")
     add("--json", metavar="FILE", help="write every number")
     add("--plot", metavar="FILE.png", help="draw speed and memory; a folder takes a picture a type and pass")
@@ -67,10 +77,15 @@ def run(args: argparse.Namespace) -> int:
         from tilewise.cli import bench_cpu
 
         return bench_cpu.run(args)
-    _check_targets(args)
-    results = _measured(args) if args.source is None else stored(Path(args.source))
-    from tilewise.bench import table
+    if args.gpu is not None:
+        from tilewise.cli import bench_gpu
 
+        return bench_gpu.run(args)
+    _check_targets(args)
+    from tilewise.bench import table
+    from tilewise.bench.run import SCHEMA
+
+    results = _measured(args) if args.source is None else stored(Path(args.source), SCHEMA)
     print(table.text(results))
     if args.json is not None:
         write(results, Path(args.json))
@@ -99,10 +114,8 @@ def write(results: dict[str, Any], path: Path) -> None:
     print(f"wrote {path}")
 
 
-def stored(source: Path) -> dict[str, Any]:
-    """Results that were written before."""
-    from tilewise.bench.run import SCHEMA
-
+def stored(source: Path, expected: Any) -> dict[str, Any]:
+    """Results that were written before, in the schema that is expected."""
     try:
         found: Any = json.loads(source.read_text())
     except OSError as error:
@@ -110,8 +123,10 @@ def stored(source: Path) -> dict[str, Any]:
     except ValueError:
         raise UserError(f"--from: '{source}' is not JSON; expected a file written by `tilewise bench --json`") from None
     schema = found.get("schema") if isinstance(found, dict) else None
-    if schema != SCHEMA or not found.get("records"):
-        raise UserError(f"--from: expected results of `tilewise bench --json` (schema {SCHEMA}), got schema {schema!r}")
+    if schema != expected or not found.get("records"):
+        raise UserError(
+            f"--from: expected results of `tilewise bench --json` (schema {expected}), got schema {schema!r}"
+        )
     return dict(found)
 
 
@@ -121,7 +136,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     if options["kernel"] is not None:
         check_kernel(options["kernel"])
     if options["device"] != "cpu":
-        _check_gpu()
+        check_gpu("--device cuda")
     from tilewise.bench import contestants, roofline, run, table
 
     present, missing = contestants.installed(options["kernel"])
@@ -164,7 +179,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
         "backward": args.backward,
         "budget": seconds("budget", given["budget"]),
         "quick": args.quick,
-        "device": args.device,
+        "device": args.device or "cpu",
         "memory": not args.no_memory,
     }
 
@@ -181,12 +196,3 @@ def _cells(options: dict[str, Any]) -> list[Cell]:
         for variant in options["variants"]
         for n in options["n"]
     ]
-
-
-def _check_gpu() -> None:
-    try:
-        import torch
-    except (ImportError, OSError):
-        raise UserError("--gpu needs PyTorch; pip install torch") from None
-    if not torch.cuda.is_available():
-        raise UserError("--gpu needs PyTorch with CUDA and an NVIDIA GPU; this PyTorch sees none")

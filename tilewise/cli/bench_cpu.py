@@ -3,94 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilewise import dispatch
-from tilewise.cli import UserError
-from tilewise.cli.bench_options import check_kernel, check_matplotlib, check_writable, seconds, whole
+from tilewise.cli import UserError, bench_sections
+from tilewise.cli.bench_options import check_kernel, seconds, whole
 from tilewise.cli.terminal import progress
 
-if TYPE_CHECKING:
-    from tilewise.bench.suite import Section
-
 Results = dict[str, Any]
-_FIXED = ("n", "d", "variants", "dtype", "batch", "heads", "heads_k", "backward", "quick", "no_memory")
+_FIXED = ("n", "d", "variants", "dtype", "batch", "heads", "heads_k", "backward", "quick", "device", "no_memory")
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
-    from tilewise.bench import report
-
-    sections = _stored(args) if args.source is not None else _measured(args)
-    print(report.summary(sections))
-    if args.plot is not None:
-        from tilewise.bench import plot_suite
-
-        Path(args.plot).mkdir(exist_ok=True)
-        for path in plot_suite.draw(sections, Path(args.plot)):
-            print(f"wrote {path}")
-    return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    for name in _FIXED:
-        if getattr(args, name):
-            option = f"--{name.replace('_', '-')}"
-            raise UserError(f"{option}: the suite of --cpu has its own cells; leave out {option}, or --cpu")
-    for option, target in (("--json", args.json), ("--plot", args.plot)):
-        if target is None:
-            continue
-        if Path(target).suffix or Path(target).is_file():
-            raise UserError(f"{option}: with --cpu a folder is expected, for a file a section, got {target!r}")
-        check_writable(option, target)
-    if args.plot is not None:
-        check_matplotlib()
-
-
-def _chosen(args: argparse.Namespace) -> list[Section]:
+    bench_sections.check(args, "--cpu", _FIXED)
+    from tilewise.bench import plot_suite, report
+    from tilewise.bench.run import SCHEMA
     from tilewise.bench.suite import SECTIONS
 
-    return [section for name, section in SECTIONS.items() if not args.cpu or name in args.cpu]
-
-
-def _stored(args: argparse.Namespace) -> dict[str, Results]:
-    """The sections in a folder that an earlier run wrote."""
-    from tilewise.bench import report
-    from tilewise.cli.bench import stored
-
-    paths = {section.name: Path(args.source) / f"{section.name}.json" for section in _chosen(args)}
-    found = {name: stored(path) for name, path in paths.items() if path.is_file()}
-    if not found:
-        raise UserError(f"--from: with --cpu a folder with {', '.join(p.name for p in paths.values())} is expected")
-    for name, results in found.items():
-        print(report.section(name, results) + "\n")
-    return found
-
-
-def _measured(args: argparse.Namespace) -> dict[str, Results]:
-    """Every section that came to its end; each is shown and written as soon as it does."""
-    from tilewise.bench import report
-    from tilewise.cli.bench import write
-
-    done: dict[str, Results] = {}
-    options = _options(args)
-    for section in _chosen(args):
-        results = _section(section, options)
-        if results is None:
-            print(f"stopped in {section.name}, which is left out", file=sys.stderr)
-            break
-        done[section.name] = results
-        print(report.section(section.name, results))
-        if args.json is not None:
-            Path(args.json).mkdir(exist_ok=True)
-            write(results, Path(args.json) / f"{section.name}.json")
-        print(flush=True)
-    if not done:
-        raise KeyboardInterrupt
-    return done
+    names = [name for name in SECTIONS if not args.cpu or name in args.cpu]
+    if args.source is not None:
+        sections = bench_sections.stored(args, "--cpu", names, SCHEMA, report.section)
+    else:
+        sections = bench_sections.measured(args, names, partial(_section, _options(args)), report.section)
+    print(report.summary(sections))
+    bench_sections.drawn(args, partial(plot_suite.draw, sections))
+    return 0
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,21 +46,22 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _section(section: Section, options: dict[str, Any]) -> Results | None:
+def _section(options: dict[str, Any], name: str) -> Results | None:
     """None: stopped by the keyboard."""
     from tilewise.bench import contestants, roofline, run, suite
 
+    section = suite.SECTIONS[name]
     present, missing = contestants.installed(options["kernel"])
     present = [c for c in present if suite.takes_part(c.name, options["kernel"])]
-    missing = {name: why for name, why in missing.items() if suite.takes_part(name, options["kernel"])}
-    progress(f"{section.name}: measuring the machine's own limits")
+    missing = {who: why for who, why in missing.items() if suite.takes_part(who, options["kernel"])}
+    progress(f"{name}: measuring the machine's own limits")
     roof = roofline.measured(options["threads"])
     settings = section.settings(options["threads"], options["repeat"], options["budget"])
-    records = run.Sweep(present, settings, partial(_tell, section.name)).run(section.cells)
+    records = run.Sweep(present, settings, partial(_tell, name)).run(section.cells)
     progress()
     if len(records) < len(present) * len(section.cells):
         return None
-    return run.results(records, {"section": section.name, **options}, missing, roof)
+    return run.results(records, {"section": name, **options}, missing, roof)
 
 
 def _tell(name: str, line: str) -> None:

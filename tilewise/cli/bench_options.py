@@ -50,6 +50,15 @@ def check_kernel(name: str) -> None:
         raise UserError(f"--kernel: {name!r} cannot run here: {reason}")
 
 
+def check_gpu(option: str) -> None:
+    try:
+        import torch
+    except (ImportError, OSError):
+        raise UserError(f"{option} needs PyTorch; pip install torch") from None
+    if not torch.cuda.is_available():
+        raise UserError(f"{option} needs PyTorch with CUDA and an NVIDIA GPU; this PyTorch sees none")
+
+
 def check_matplotlib() -> None:
     if find_spec("matplotlib") is None:
         raise UserError("--plot needs matplotlib; pip install matplotlib")

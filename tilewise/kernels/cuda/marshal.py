@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from ctypes import Structure
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class Tables:
     runs_at: int = 0
     record_batch: int = 0
     record_head: int = 0
-    is_even: bool = True  # whether all query tiles have as many key tiles
+    sizes: Array | None = None  # how many key tiles each query tile has
 
 
 def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
@@ -116,7 +117,7 @@ def _records(spec: Attention, shape: Shape, tile: Tile) -> Tables:
     steps = _steps(every[..., 0])
     return Tables(
         _joined(every, *runs), tiles, n_sequences, runs_at=every.size, record_batch=steps[0], record_head=steps[1],
-        is_even=bool(np.all(size == size[0])),
+        sizes=size,
     )  # fmt: skip
 
 
@@ -196,8 +197,10 @@ def params(
     return call  # type: ignore[no-any-return]
 
 
-def launch(call: Any, spec: Attention, shape: Shape, made: Tables, maps: dict[str, bytes], next_item: int) -> Structure:
-    """Launch of source/sm90.h around Params. `next_item`: the address of a count that is 0."""
+def launch(
+    call: Any, spec: Attention, shape: Shape, made: Tables, maps: dict[str, bytes], next_item: int, at_once: int
+) -> Structure:
+    """Launch of source/sm90.h around Params. next_item: the address of a count that is 0; at_once: blocks that run."""
     full: Any = structs.aligned(structs.launch_type(len(call.arrays)))
     for name, encoded in maps.items():
         setattr(full, name, structs.TensorMapBytes.from_buffer_copy(encoded))
@@ -205,17 +208,20 @@ def launch(call: Any, spec: Attention, shape: Shape, made: Tables, maps: dict[st
     full.records = call.sequences
     full.record_batch, full.record_head = made.record_batch, made.record_head
     full.next_item = next_item
-    full.items, full.section = blocks(shape, made), _section(shape, made)
+    full.items, full.section = blocks(shape, made), _section(shape, made, at_once)
     full.binary_scale = LOG2_E * (call.scale if is_raw(spec) else 1)
     return full  # type: ignore[no-any-return]
 
 
-def _section(shape: Shape, made: Tables) -> int:
-    """How many heads take turns. Where all tiles are alike one head after the other is best for the cache."""
-    if made.is_even:
+def _section(shape: Shape, made: Tables, at_once: int) -> int:
+    """How many heads take turns, their largest tiles first: so many that k and v stay in the cache, but enough for the
+    last section to hide its largest tile. Where all tiles are alike one head after the other is best."""
+    sizes = made.sizes
+    if sizes is None or np.all(sizes == sizes[0]):
         return 1
-    bytes_a_head = 2 * shape.n_k * (shape.d + shape.d_v) // shape.group
-    return max(1, min(_L2_SHARE // max(bytes_a_head, 1), shape.heads * shape.batch))
+    by_cache = _L2_SHARE * shape.group // (2 * shape.n_k * (shape.d + shape.d_v))
+    by_balance = math.ceil(1.5 * at_once * int(sizes.max()) / int(sizes.sum()))
+    return max(1, min(max(by_cache, by_balance), shape.heads * shape.batch))
 
 
 def tensor_maps(operands: dict[str, View], dtype: str, tile: Tile) -> dict[str, TensorMap]:

@@ -8,7 +8,7 @@ held in registers for each row: a comparison with a constant for each score, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from typing import Any
 
@@ -63,6 +63,7 @@ class Term:
     named: bool = True  # a literal is the same everywhere
     from_array: bool = False  # such integers may have any size, so arithmetic on them takes 64 bits, as in NumPy
     linear: Linear | None = None
+    absolute_of: Linear | None = None  # a sum whose size it is
     within: Range | None = None  # a condition not written down yet: another bound may join it
 
     def seen_from(self, place: Place) -> str:
@@ -140,6 +141,7 @@ class _Writer:
     statements: dict[Place, dict[str, Statement]] = field(default_factory=lambda: {place: {} for place in _NAMES})
     needed: dict[Place, set[str]] = field(default_factory=lambda: {place: set() for place in _NAMES})
     bounds: list[str] = field(default_factory=list)
+    starts: dict[str, str] = field(default_factory=dict)  # floats of rows that columns are added to or taken from
     told: list[Linear] = field(default_factory=list)  # bounds whose constants are told at run time
     _count: int = 0
 
@@ -167,8 +169,11 @@ class _Writer:
         structs = [self._struct(place) for place in _STRUCTS]
         kept = self.needed[Place.ROW]
         shifts = "".join(f"{_INDENT}row.{name} -= first_key;" for name in self.bounds if name in kept)
+        shifts += "".join(
+            f"{_INDENT}row.{name} {sign}= float(first_key);" for name, sign in self.starts.items() if name in kept
+        )
         moved = f"{_INLINE} Row seen_from(Row row, int first_key) {{{shifts}{_INDENT}return row;\n}}"
-        told = "// A row whose bounds are columns of the tile that begins at first_key."
+        told = "// A row whose bounds and starts are those of the tile that begins at first_key."
         return [*structs, f"{told}\n{moved}"]
 
     def _struct(self, place: Place) -> str:
@@ -217,7 +222,7 @@ class _Writer:
         for forms, choose, symbol in sides:
             if forms:
                 function = "maximum" if choose is max else "minimum"
-                texts = [_sum_text(form, self._constant_of(form)) for form in _tightest(forms, choose)]
+                texts = [_bound_text(form, self._constant_of(form)) for form in _tightest(forms, choose)]
                 bound = texts[0]
                 for text in texts[1:]:
                     bound = f"{function}({bound}, {text})"
@@ -242,7 +247,7 @@ class _Writer:
     def _ops(self) -> OpTable:
         table: dict[str, Callable[..., Term]] = {op: self._call(text) for op, text in _TEMPLATES.items()}
         table |= {op: self._comparison(op) for op in COMPARISONS}
-        table |= {op: self._arithmetic(op) for op in _ARITHMETIC}
+        table |= {op: self._arithmetic(op) for op in _ARITHMETIC if " " not in op}
         return {
             **table,
             "const": _constant,
@@ -250,6 +255,7 @@ class _Writer:
             "and": self._and,
             "neg": self._negative,
             "abs": self._absolute,
+            "float": self._float,
         }
 
     def emit(self, template: str, args: tuple[Term, ...], type_: str, wide: bool = False, **more: Any) -> Term:
@@ -266,7 +272,7 @@ class _Writer:
 
     def _call(self, template: str) -> Callable[..., Term]:
         def call(*args: Term) -> Term:
-            type_ = _RESULTS.get(template) or _common(args)
+            type_ = _common(args)
             return self.emit(template.replace("T", type_), args, type_)
 
         return call
@@ -275,7 +281,7 @@ class _Writer:
         def combine(a: Term, b: Term) -> Term:
             wide = _common((a, b)) != "float" and (a.from_array or b.from_array)
             type_ = "int64" if wide else _common((a, b))
-            template = _ARITHMETIC[op].replace("T", type_)
+            template = _ARITHMETIC[op if op != "div" or b.named else "div by constant"].replace("T", type_)
             return self.emit(template, (a, b), type_, wide, linear=_combined(op, a.linear, b.linear))
 
         return combine
@@ -284,7 +290,18 @@ class _Writer:
         return self._sign("-{0}", a, _times(a.linear, -1))
 
     def _absolute(self, a: Term) -> Term:
-        return self._sign("absolute<T>({0})", a, None)
+        return replace(self._sign("absolute<T>({0})", a, None), absolute_of=a.linear)
+
+    def _float(self, a: Term) -> Term:
+        """A sum with K in it, or its size, is a float of the row and columns are counted from it: none is converted."""
+        form = a.linear or a.absolute_of
+        if form is None or abs(form.get("K", 0)) != 1 or not _is_short(form):
+            return self.emit("float({0})", (a,), "float")
+        name = self.statement("float", f"float({_start_text(form)})", Place.ROW, ())
+        self.starts[name] = "+" if form["K"] > 0 else "-"
+        value = f"row.{name} {self.starts[name]} float(key.column)"
+        text = f"fabsf({value})" if a.linear is None else value
+        return Term(self.statement("float", text, Place.SCORE, (Term(name, "float", Place.ROW),)), "float", Place.SCORE)
 
     def _sign(self, template: str, a: Term, linear: Linear | None) -> Term:
         wide = a.type != "float" and a.from_array
@@ -315,9 +332,23 @@ class _Writer:
         type_ = {"float": "float", "bool": "bool"}.get(arrays.value_kind(slot.array)) or (
             "int64" if stored == "int64" else "int"
         )
-        places = ", ".join([f"params.arrays[{number}]", *(f"{{{i}}}" for i in range(len(index)))])
-        read = self.emit(f"load<{STORED[stored]}>({places})", index, type_)
+        read = self._read(number, STORED[stored], slot, index, type_)
         return Term(read.text, type_, read.place, from_array=True)
+
+    def _read(self, number: int, stored: str, slot: Loaded, index: tuple[Term, ...], type_: str) -> Term:
+        """Its cells are found step by step: those of a head, of a row, and among them the one of a key."""
+        array = f"params.arrays[{number}]"
+        steps = steps_of(slot.array)
+        offsets: dict[bool, list[Term]] = {False: [], True: []}  # whether they vary from key to key
+        for axis, i in enumerate(index):
+            function, kind = ("clamped", i.type) if steps[axis] == 1 else ("along", "int64")
+            offset = self.emit(f"{function}({array}, {axis}, {{0}})", (i,), "int" if kind == "bool" else kind)
+            offsets[bool(offset.place & Place.KEY)].append(offset)
+        cells = self.emit(f"cells_of<{stored}>({array})", (), f"Cells<{stored}>")
+        for offset in sorted(offsets[False], key=lambda term: term.place):
+            cells = self.emit("{0}.moved({1})", (cells, offset), f"Cells<{stored}>")
+        places = " + ".join(f"{{{i + 1}}}" for i in range(len(offsets[True]))) or "0"
+        return self.emit(f"{{0}}.read({places})", (cells, *offsets[True]), type_)
 
 
 class _Variables(dict[str, Term]):
@@ -331,13 +362,13 @@ class _Variables(dict[str, Term]):
 
 # T is the type that the arguments have in common.
 _TEMPLATES = {
-    "float": "float({0})", "exp": "expf({0})", "log": "logf({0})", "tanh": "tanhf({0})",
+    "exp": "expf({0})", "log": "logf({0})", "tanh": "hyperbolic_tangent({0})",
     "minimum": "minimum<T>({0}, {1})", "maximum": "maximum<T>({0}, {1})", "where": "{0} ? T({1}) : T({2})",
     "or": "{0} || {1}", "not": "!{0}",
 }  # fmt: skip
-_RESULTS = {"float({0})": "float"}
 _ARITHMETIC = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "quotient({0}, {1})",
+    "div by constant": "quotient({0}, {1}, 1 / float({1}))",
     "floordiv": "floordiv<T>({0}, {1})", "mod": "floormod<T>({0}, {1})",
 }  # fmt: skip
 
@@ -393,10 +424,16 @@ def _range(op: str, a: Linear | None, b: Linear | None) -> Range | None:
     # K + rest op 0; K is counted from the beginning of these keys, as columns are.
     rest = {name: -count for name, count in difference.items() if name != "K" and count}
     constant = rest.pop("", 0) + {"lt": -1, "gt": 1}.get(op, 0)
-    if sum(map(abs, rest.values())) > _MOST_TERMS or abs(constant) > _MOST_CONSTANT or {"KP"} & rest.keys():
-        return None
     bound = {**rest, "": constant}
+    if not _is_short(bound):
+        return None
     return Range(most=(bound,)) if op in ("lt", "le") else Range(least=(bound,))
+
+
+def _is_short(form: Linear) -> bool:
+    """Whether it fits 32 bits at all positions, and is known once a row is, but for K."""
+    terms = sum(abs(count) for name, count in form.items() if name not in ("", "K"))
+    return terms <= _MOST_TERMS and abs(form.get("", 0)) <= _MOST_CONSTANT and not form.get("KP")
 
 
 def _tightest(forms: tuple[Linear, ...], choose: Callable[[int, int], int]) -> list[Linear]:
@@ -408,14 +445,33 @@ def _tightest(forms: tuple[Linear, ...], choose: Callable[[int, int], int]) -> l
     return [{**dict(variables), "": constant} for variables, constant in constants.items()]
 
 
-def _sum_text(form: Linear, constant: str | None) -> str:
+def _bound_text(form: Linear, constant: str | None) -> str:
     """A bound in the place of rows, counted from the first key of the call or sequence; constant: how it is called."""
-    terms = [(-1, "head.origin_k")]
-    if form[""]:
-        terms = [(1, constant) if constant else (form[""], "1"), *terms]
+    told = (1, constant) if constant else (form.get("", 0), "1")
+    return _sum_text([*_named(form), told, (-1, "head.origin_k")])
+
+
+def _start_text(form: Linear) -> str:
+    """A sum with K in it, in the place of rows, at the first key of the call or sequence."""
+    return _sum_text([*_named({**form, "K": 0}), (form.get("", 0), "1"), (form["K"], "head.origin_k")])
+
+
+def _named(form: Linear) -> list[tuple[int, str]]:
     named = [(n, name if _PLACES.get(name) == Place.ROW else f"head.{name}") for name, n in form.items() if name]
+    return sorted(named, key=lambda term: term[0] < 0)
+
+
+def _sum_text(terms: list[tuple[int, str]]) -> str:
     text = ""
-    for count, name in [*sorted(named, key=lambda term: term[0] < 0), *terms]:
-        size = str(abs(count)) if name == "1" else name if abs(count) == 1 else f"{abs(count)} * {name}"
-        text += (" - " if count < 0 else " + ") + size if text else ("-" if count < 0 else "") + size
+    for count, name in terms:
+        if count:
+            size = str(abs(count)) if name == "1" else name if abs(count) == 1 else f"{abs(count)} * {name}"
+            text += (" - " if count < 0 else " + ") + size if text else ("-" if count < 0 else "") + size
     return text
+
+
+def steps_of(array: Any) -> tuple[int, ...]:
+    """From one index to the next, counted in numbers."""
+    if arrays.is_torch(array):
+        return tuple(array.stride())
+    return tuple(step // array.itemsize for step in array.strides)

@@ -84,8 +84,8 @@ def prepare(
     params = marshal.params(spec, shape, tables, numbers.data_ptr(), views, sinks, in_order, source.constants)
     if rung.persistent:
         maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
-        params = marshal.launch(params, spec, shape, tables, maps, 0)
         blocks = min(blocks, gpu.multiprocessors(device))
+        params = marshal.launch(params, spec, shape, tables, maps, 0, blocks)
     return Prepared(device, source, blocks, params, _places(params, order, sinks is not None), numbers)
 
 

@@ -138,6 +138,7 @@ class ForwardSm90:
             "STAGES": stages,
             "SHARED_BYTES": q_bytes + stages * stage_bytes + self.AROUND,
             "Q_IN_REGISTERS": held <= 200,
+            "PING_PONG": tile.q == 128 and shape.d > 64,
             # When most exponentials of a tile are under way, the product before is waited for.
             "EIGHTHS_BEFORE_WAIT": 4 if three else 6 if shape.d > 64 else 8,
             "CONSUMER_REGISTERS": 160 if three else 232,

@@ -91,7 +91,7 @@ class TensorMap:
                 64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
                 128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
             }[self.swizzle],
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
         if error != driver.CUresult.CUDA_SUCCESS:

@@ -73,22 +73,16 @@ void pack_backward_queries(const BackwardCall& call, const PackedBackward& packe
 
 constexpr int DELTA_ROWS = 8;
 
+#if defined(__FP_FAST_FMAF) && defined(__FP_FAST_FMA)
+constexpr bool FUSES = true;
+#else
+constexpr bool FUSES = false;
+#endif
+
 // a * b + c as the micro-kernel rounds it: once, where the processor fuses the two. Said by name, since whether a
 // compiler fuses them in a loop like the one below depends on how it vectorises that.
-INLINE float fused(float a, float b, float c) {
-#if defined(__FP_FAST_FMAF)
-    return __builtin_fmaf(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
-INLINE double fused(double a, double b, double c) {
-#if defined(__FP_FAST_FMA)
-    return __builtin_fma(a, b, c);
-#else
-    return a * b + c;
-#endif
-}
+INLINE float fused(float a, float b, float c) { return FUSES ? __builtin_fmaf(a, b, c) : a * b + c; }
+INLINE double fused(double a, double b, double c) { return FUSES ? __builtin_fma(a, b, c) : a * b + c; }
 
 // to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
 // a time, as one sum alone would wait for itself.

@@ -1,12 +1,13 @@
 // One query a head: nothing is packed, keys and values come from memory once, from where they are, for all query heads
-// that share them (and a plan). Memory is the limit here, and the processor fetches ahead best where whole rows are read
-// one after the other, a few of the keys and then as many of the values: each stream is fetched on while the other is
-// computed with.
+// that share them (and a plan). Memory is the limit here, and the processor fetches ahead best where whole rows are
+// read one after the other, a few of the keys and then as many of the values: each stream is fetched on while the other
+// is computed with.
 #pragma once
 #include "forward.h"
 
 namespace {
 
+constexpr int MOST_FEW = 4;       // heads that are computed with at a time
 constexpr int BATCH_KEYS = 16;    // read at a time by few heads
 constexpr int MANY_KEYS = 64;     // by many, which have more to do with each key than to wait for it
 constexpr int BATCHES_AHEAD = 2;  // are fetched where the processor has to be told to
@@ -24,14 +25,16 @@ INLINE __m512 add_fours(__m512 ab, __m512 cd) {  // in each quarter: a, b, c, d
     __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
     return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
 }
+INLINE __m512 add_halves(__m512 a, __m512 b) {  // two quarters of a, two of b
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+}
 template <> INLINE void sums_of<float>(const Vec<float>* v, float* to) {
     __m512 four[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++)
         four[i] = add_fours(add_pairs((__m512)v[4 * i], (__m512)v[4 * i + 1]),
                             add_pairs((__m512)v[4 * i + 2], (__m512)v[4 * i + 3]));
-    __m512 low = _mm512_add_ps(_mm512_shuffle_f32x4(four[0], four[1], 0x44), _mm512_shuffle_f32x4(four[0], four[1], 0xee));
-    __m512 high = _mm512_add_ps(_mm512_shuffle_f32x4(four[2], four[3], 0x44), _mm512_shuffle_f32x4(four[2], four[3], 0xee));
+    __m512 low = add_halves(four[0], four[1]), high = add_halves(four[2], four[3]);
     _mm512_storeu_ps(to, _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd)));
 }
 #elif defined(__AVX2__)
@@ -48,11 +51,11 @@ template <> INLINE void sums_of<float>(const Vec<float>* v, float* to) {
 // G heads of a group, from head `first` of it. Their scores come in vectors of KEYS keys, head by head: the sums of the
 // products fill one such vector, and maxima, exponentials and sums of all G heads are taken lane by lane.
 template <int G, class T> struct Few {
-    static constexpr int HEADS = G, KEYS = VL<T> / G;
+    static constexpr int KEYS = VL<T> / G;
     int64_t first;
 };
 // Where key j of the first of G heads stands among such vectors; of head g, g * KEYS further on.
-template <int G, class T> INLINE int lane_of(int j) { return j + (j & -(VL<T> / G)) * (G - 1); }
+template <int G, class T> INLINE int lane_of(int j) { return j + (j & -Few<G, T>::KEYS) * (G - 1); }
 
 // What is fetched into the second cache while a row is computed with: the row `further` on, its columns from `from` to
 // `to`. Many heads keep the processor busy for so long that it has to be told to; each few of them fetch their part.
@@ -70,7 +73,7 @@ struct Ahead {
 // One vector of such scores, q[g] . k[i]; d is a multiple of VL.
 template <int G, class T, class Stored>
 INLINE void few_dots(const T* q, int d, const Stored* const* rows, const Ahead& ahead, T* s) {
-    constexpr int KEYS = VL<T> / G;
+    constexpr int KEYS = Few<G, T>::KEYS;
     Vec<T> sums[VL<T>];
 #pragma GCC unroll 16
     for (int i = 0; i < KEYS; i++) {
@@ -91,7 +94,7 @@ INLINE void few_dots(const T* q, int d, const Stored* const* rows, const Ahead& 
 // All of them, for n keys; D is d where the compiler is to know it.
 template <int G, int D, class T, class Stored>
 void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, const Ahead& ahead, T* s) {
-    constexpr int KEYS = VL<T> / G;
+    constexpr int KEYS = Few<G, T>::KEYS;
     const int d = D > 0 ? D : any_d;
     const Stored* rows[KEYS];
     int j = 0;
@@ -109,8 +112,9 @@ void dots(const T* q, int any_d, const Stored* k, int64_t ld, int n, const Ahead
 
 // acc[h] = acc[h] * rescale[h] + sum of p[h][j] * v[j], for H of G heads and C vectors of columns from column c0 on.
 template <int G, int H, int C, class T, class Stored>
-void weigh(const T* p, const Stored* v, int64_t ld, int n, int c0, int d_v, const Ahead& ahead, T* acc, const T* rescale) {
-    constexpr int KEYS = VL<T> / G;
+void weigh(const T* p, const Stored* v, int64_t ld, int n, int c0, int d_v, const Ahead& ahead, T* acc,
+           const T* rescale) {
+    constexpr int KEYS = Few<G, T>::KEYS;
     v += c0;
     acc += c0;
     Vec<T> sum[H][C] = {};
@@ -161,7 +165,8 @@ template <class T> class DecodeSplit {
         // 1 load q
         for (int64_t g = 0; g < group_; g++) {
             for (int64_t i = call_.d; i < d_; i++) q_[g * d_ + i] = 0;
-            widen_row(row_of<Stored>(call_.q, head.b, head.hk * group_ + g, seq.q_begin), q_ + g * d_, int(call_.d), T(call_.scale));
+            widen_row(row_of<Stored>(call_.q, head.b, head.hk * group_ + g, seq.q_begin), q_ + g * d_, int(call_.d),
+                      T(call_.scale));
         }
         for (int64_t i = 0; i < group_ * VL<T>; i++) row_max_[i] = -INF<T>;
         memset(row_sum_, 0, size_t(group_ * VL<T>) * sizeof(T));
@@ -189,9 +194,10 @@ template <class T> class DecodeSplit {
             int64_t from = larger(begin, runs.table[i][0] * call_.tile_k);
             int64_t to = smaller(end, runs.table[i][1] * call_.tile_k);
             bool masked = runs.table[i][2] == PARTIAL && !mask_.empty();
-            const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : heads > 4 ? MANY_KEYS : BATCH_KEYS;
+            const int64_t keys = masked || !score_.empty() ? DECODE_KEYS : heads > MOST_FEW ? MANY_KEYS : BATCH_KEYS;
             for (; from < to; from += keys) {
-                Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked, from + BATCHES_AHEAD * keys >= to};
+                Batch batch = {g, heads, from, int(smaller(keys, to - from)), masked,
+                               from + BATCHES_AHEAD * keys >= to};
                 score<Stored>(batch);
                 by_few(g, heads, [&](auto few) { softmax(few, batch); });
                 add_values<Stored>(batch);
@@ -203,8 +209,8 @@ template <class T> class DecodeSplit {
     // The heads of a group, as many at a time as there are sums in registers for.
     template <class Do> static void by_few(int64_t g, int64_t heads, const Do& act) {
         const int64_t end = g + heads;
-        if constexpr (VL<T> >= 4)
-            for (; g + 4 <= end; g += 4) act(Few<4, T>{g});
+        if constexpr (VL<T> >= MOST_FEW)
+            for (; g + MOST_FEW <= end; g += MOST_FEW) act(Few<MOST_FEW, T>{g});
         for (; g + 2 <= end; g += 2) act(Few<2, T>{g});
         for (; g < end; g++) act(Few<1, T>{g});
     }
@@ -221,13 +227,16 @@ template <class T> class DecodeSplit {
     template <class Stored> void score(const Batch& batch) {
         const Stored* k = row_of<Stored>(call_.k, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_ == call_.d) {
-            by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, k, call_.k.row, batch, ahead<Stored>(few, batch, call_.k, call_.d)); });
+            by_few(batch.g, batch.heads, [&](auto few) {
+                dots_of(few, k, call_.k.row, batch, ahead<Stored>(few, batch, call_.k, call_.d));
+            });
         } else {
             widen_rows(k, call_.k.row, batch.n, int(call_.d), d_);
             by_few(batch.g, batch.heads, [&](auto few) { dots_of(few, rows_, int64_t(d_), batch, Ahead{}); });
         }
     }
-    template <int G, class Stored> void dots_of(Few<G, T> few, const Stored* k, int64_t ld, const Batch& batch, const Ahead& ahead) {
+    template <int G, class Stored>
+    void dots_of(Few<G, T> few, const Stored* k, int64_t ld, const Batch& batch, const Ahead& ahead) {
         T *q = q_ + few.first * d_, *s = s_ + few.first * DECODE_KEYS;
         if (d_ == 64) dots<G, 64>(q, d_, k, ld, batch.n, ahead, s);
         else if (d_ == 128) dots<G, 128>(q, d_, k, ld, batch.n, ahead, s);
@@ -238,20 +247,23 @@ template <class T> class DecodeSplit {
     template <class Stored> void add_values(const Batch& batch) {
         const Stored* v = row_of<Stored>(call_.v, head_->b, head_->hk, head_->sequence->k_begin + batch.begin);
         if (d_v_ == call_.d_v) {
-            by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, v, call_.v.row, batch, ahead<Stored>(few, batch, call_.v, call_.d_v)); });
+            by_few(batch.g, batch.heads, [&](auto few) {
+                weigh_few(few, v, call_.v.row, batch, ahead<Stored>(few, batch, call_.v, call_.d_v));
+            });
         } else {
             widen_rows(v, call_.v.row, batch.n, int(call_.d_v), d_v_);
             by_few(batch.g, batch.heads, [&](auto few) { weigh_few(few, rows_, int64_t(d_v_), batch, Ahead{}); });
         }
     }
-    template <int G, class Stored> void weigh_few(Few<G, T> few, const Stored* v, int64_t ld, const Batch& batch, const Ahead& ahead) {
+    template <int G, class Stored>
+    void weigh_few(Few<G, T> few, const Stored* v, int64_t ld, const Batch& batch, const Ahead& ahead) {
         constexpr int SUMS = MR >= 12 ? 16 : 8;  // that registers hold, beside the values
-        // Whole rows, two heads at a time, come faster from memory than parts of rows; later heads find them in the cache,
-        // and half as many bytes matter less.
+        // Whole rows, two heads at a time, come faster from memory than parts of rows; later heads find them in the
+        // cache, and half as many bytes matter less.
         const bool whole_rows = few.first == batch.g && sizeof(Stored) == sizeof(T);
-        if (G < 4 || !whole_rows) {
+        if (G < MOST_FEW || !whole_rows) {
             weigh_of<G, 0, G, SUMS / larger(G, 2)>(few.first, v, ld, batch.n, ahead);
-        } else if constexpr (G == 4) {
+        } else if constexpr (G == MOST_FEW) {
             weigh_of<G, 0, 2, SUMS / 2>(few.first, v, ld, batch.n, ahead);
             weigh_of<G, 2, 2, SUMS / 2>(few.first, v, ld, batch.n, Ahead{});
         }
@@ -259,12 +271,14 @@ template <class T> class DecodeSplit {
     // For heads `from` to `from` + H of G.
     template <int G, int from, int H, int C, class Stored>
     void weigh_of(int64_t first, const Stored* v, int64_t ld, int n, const Ahead& ahead) {
+        constexpr int FEWER = 4;  // vectors of columns, where C are too many and before it is one after the other
         const T *p = s_ + first * DECODE_KEYS + from * Few<G, T>::KEYS, *rescale = rescale_ + first + from;
         T* acc = acc_ + (first + from) * d_v_;
         int c = 0;
         for (; c + C * VL<T> <= d_v_; c += C * VL<T>) weigh<G, H, C>(p, v, ld, n, c, d_v_, ahead, acc, rescale);
-        if constexpr (C > 4)
-            for (; c + 4 * VL<T> <= d_v_; c += 4 * VL<T>) weigh<G, H, 4>(p, v, ld, n, c, d_v_, ahead, acc, rescale);
+        if constexpr (C > FEWER)
+            for (; c + FEWER * VL<T> <= d_v_; c += FEWER * VL<T>)
+                weigh<G, H, FEWER>(p, v, ld, n, c, d_v_, ahead, acc, rescale);
         for (; c < d_v_; c += VL<T>) weigh<G, H, 1>(p, v, ld, n, c, d_v_, ahead, acc, rescale);
     }
 
@@ -277,7 +291,8 @@ template <class T> class DecodeSplit {
     }
 
     template <int G> void softmax(Few<G, T> few, const Batch& batch) {
-        T *s = s_ + few.first * DECODE_KEYS, *row_max = row_max_ + few.first * VL<T>, *row_sum = row_sum_ + few.first * VL<T>;
+        T* s = s_ + few.first * DECODE_KEYS;
+        T *row_max = row_max_ + few.first * VL<T>, *row_sum = row_sum_ + few.first * VL<T>;
         if (batch.masked || !score_.empty())
             for (int g = 0; g < G; g++) run_programs(few, g, batch);
         // 5 row_max, rescale, p, row_sum

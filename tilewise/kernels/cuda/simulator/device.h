@@ -126,6 +126,10 @@ inline float fmaxf(float a, float b) { return a > b || b != b ? a : b; }
 inline float fminf(float a, float b) { return a < b || b != b ? a : b; }
 inline float expf(float x) { return __builtin_expf(x); }
 inline float exp2f(float x) { return __builtin_exp2f(x); }
+inline float exp2_approximate(float x) { return exp2f(x); }
+inline float log2_approximate(float x) { return __builtin_log2f(x); }
+inline float reciprocal_approximate(float x) { return 1 / x; }
+inline float copysignf(float size, float sign) { return __builtin_copysignf(size, sign); }
 inline float logf(float x) { return __builtin_logf(x); }
 inline float log1pf(float x) { return __builtin_log1pf(x); }
 inline float log2f(float x) { return __builtin_log2f(x); }

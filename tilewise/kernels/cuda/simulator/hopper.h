@@ -72,6 +72,7 @@ template <int N> void wgmma_wait(CALLED_FROM) { simulator::wgmma_wait(N, where);
 inline void wgmma_wait_in_place(bool, CALLED_FROM) { simulator::wgmma_wait(0, where); }
 inline void wgmma_wait_alone(CALLED_FROM) { simulator::wgmma_wait(0, where); }
 template <class T, int N> void pin(T (&)[N]) {}
+inline int anew(int x) { return x; }
 inline void mma(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1, CALLED_FROM) {
     const uint32 b[2] = {b0, b1};
     simulator::mma(d, a, b, IsBFloat<Element>::value, where);
@@ -80,7 +81,6 @@ template <class T> uint32 packed(float low, float high) {
     return narrow<T>(low).bits | uint32(narrow<T>(high).bits) << 16;
 }
 inline void load_matrices(uint32 (&to)[4], uint32 row, CALLED_FROM) { simulator::load_matrices(to, row, where); }
-inline float exp2_approximate(float x) { return exp2f(x); }
 
 constexpr bool BFLOAT = IsBFloat<Element>::value;
 template <int N, bool ADD, bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>

@@ -77,8 +77,8 @@ def _forward(
     if rung.persistent:
         count = np.zeros(1, np.int32)
         maps = {name: bytes(x.simulated()) for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
-        params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data))
         blocks = min(blocks, MULTIPROCESSORS)
+        params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data), blocks)
     simulator.compile_source(text.text).launch(
         params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
     )
@@ -89,4 +89,4 @@ def _walkable(x: Array) -> Array:
     """An array that a pointer to its numbers can walk: a field of records, say, may lie anywhere."""
     # NumPy calls every bfloat16 array aligned: to it they are records.
     walks = not x.ctypes.data % x.itemsize and not any(step % x.itemsize for step in x.strides)
-    return x if walks else np.array(x, order="C")
+    return x if walks else np.array(x, order="K")

@@ -24,10 +24,11 @@
 struct Consumer {
     const Launch& launch;
     const Shared& shared;
-    const int number, warp, lane;  // which warpgroup of consumers this is; in it, the warp and the lane
+    const int number, lane;  // which warpgroup of consumers this is
     Ring<1> q_ring;
     Ring<STAGES> k_ring, v_ring;
     Ring<ITEMS> items;
+    KeyTiles keys;
     Softmax<TILE_K> rows;
     float acc[COLUMNS / 2];
     uint32 p[TILE_K / 16][4];
@@ -37,7 +38,7 @@ struct Consumer {
     Places places;  // of the item, if scores need them in every tile
 
     __device__ __forceinline__ Consumer(const Launch& launch, const Shared& shared, int number)
-        : launch(launch), shared(shared), number(number), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {}
+        : launch(launch), shared(shared), number(number), lane(threadIdx.x % 32) {}
 
     // -- the pipeline ---------------------------------------------------------------------------------------------------
     __device__ __forceinline__ void arrive(uint32 bar) const {
@@ -45,10 +46,10 @@ struct Consumer {
     }
     // Warpgroups take turns to issue products, so that one's exponentials run beside the other's products.
     __device__ __forceinline__ void take_turn() const {
-        if (PING_PONG) hw::barrier_sync(1 + number, 256);
+        if (PING_PONG) hw::barrier_sync(threadIdx.x / 128, 256);
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (PING_PONG) hw::barrier_arrive(1 + (number + 1) % WARPGROUPS, 256);
+        if (PING_PONG) hw::barrier_arrive(3 - threadIdx.x / 128, 256);
     }
     __device__ __forceinline__ void free_k() {
         arrive(shared.k_free(k_ring.stage));
@@ -67,6 +68,7 @@ struct Consumer {
         skipped++;
     }
     __device__ __forceinline__ void skip_v() {
+#pragma unroll 1
         for (; skipped > 0; skipped--) {
             hw::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
             free_v();
@@ -75,27 +77,41 @@ struct Consumer {
 
     // 1 load q (to registers, if they have room)
     __device__ __forceinline__ uint32 q_row() const {  // of the lane's address for load_matrices
-        return shared.q() + (number * 64 + warp * 16 + lane % 16) * ROW_BYTES;
+        return shared.q() + (threadIdx.x / 32 * 16 - 64 + lane % 16) * ROW_BYTES;
     }
     __device__ __forceinline__ void load_q(uint32 (&to)[4], int k) const {
         hw::load_matrices(to, q_row() + (k / 4) * TILE_Q * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ lane % 8) * 16);
     }
-    __device__ __forceinline__ const Item& begin_item() {
-        const Item& item = shared.item(items.stage);
-        rows_left = item.work.sequence.n_q - item.work.first_query - first_row();
+    __device__ __forceinline__ const Item& item() const { return shared.item(items.stage); }
+    __device__ __forceinline__ void begin_item() {
+        rows_left = item().work.sequence.n_q - item().work.first_query - first_row();
         if constexpr (Q_IN_REGISTERS) {
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) load_q(q[k], k);
             free_q();
         }
-        if constexpr (SCORED) places = places_of(launch.params, item, first_row());
-        return item;
+        if constexpr (SCORED) places = places_of(launch.params, item(), first_row());
+        begin_keys();
     }
     __device__ __forceinline__ void free_q() {
         arrive(shared.q_free());
         q_ring.advance();
     }
-    __device__ __forceinline__ int first_row() const { return number * 64 + warp * 16 + lane / 4; }
+    __device__ __forceinline__ int first_row() const { return threadIdx.x / 32 * 16 - 64 + lane / 4; }
+
+    // Up to its first tile that counts for this warpgroup; there is one.
+    __device__ __forceinline__ void begin_keys() {
+        keys.run = __shfl_sync(~0u, item().n_runs, 0);
+        next_run();
+#pragma unroll 1
+        for (; keys.kind == EMPTY; next_run()) skip_tiles();
+        keys.take_tile();
+    }
+    __device__ __forceinline__ bool next_run() { return keys.next_run(launch.params, item(), number); }
+    __device__ __forceinline__ void skip_tiles() {
+#pragma unroll 1
+        for (; keys.has_tile(); keys.take_tile()) skip_k();
+    }
 
     // 2 s = q @ k.T
     __device__ __forceinline__ void multiply_q_k() {
@@ -142,24 +158,27 @@ struct Consumer {
 
     // 3 score
     // 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
-    template <bool MASKED> __device__ __forceinline__ void score(const Item& item, int tile) {
-        if constexpr (SCORED) rows.template score<MASKED>(launch.params, places, tile, lane);
-        else if constexpr (MASKED) rows.template score<true>(launch.params, places_of(launch.params, item, first_row()), tile, lane);
+    template <bool MASKED> __device__ __forceinline__ void score() { score<MASKED>(keys.tile); }
+    template <bool MASKED> __device__ __forceinline__ void score(int tile) {
+        const Params& params = launch.params;
+        if constexpr (SCORED) rows.template score<MASKED>(params, places, tile, lane);
+        else if constexpr (MASKED) rows.template score<true>(params, places_of(params, item(), first_row()), tile, lane);
     }
 
     // 5 row_max, rescale, p, row_sum: sm90_softmax.h
     // A row's first keys: nothing to rescale yet.
-    __device__ __forceinline__ void first_tile(const Item& item, const KeyTiles& keys) {
-        if (keys.kind == PARTIAL) score<true>(item, keys.tile);
-        else score<false>(item, keys.tile);
+    __device__ __forceinline__ void first_tile() {
+        if (keys.kind == PARTIAL) score<true>();
+        else score<false>();
         rows.begin(launch);
         free_k();
     }
 
     // A tile with a mask: the online softmax as it is written everywhere.
-    __device__ __forceinline__ void masked_step(const Item& item, int tile) {
-        begin_step();
-        score<true>(item, tile);
+    __device__ __forceinline__ void masked_step() {
+        keys.take_tile();
+        begin_products();
+        score<true>();
         free_k();
         float rescale[2];
         const bool needed = rows.exact(launch, rescale, PATIENCE);
@@ -178,12 +197,14 @@ struct Consumer {
         pack_p();
     }
     // A tile without one: speculation.
-    __device__ __forceinline__ void full_step(const Item& item, int tile) {
-        begin_step();
-        score<false>(item, tile);
+    __device__ __forceinline__ void full_step() {
+        keys.take_tile();
+        begin_products();
+        score<false>();
         float sums[2];
         rows.speculate(launch, sums, [&] {
             hw::pin(rows.s);
+            hw::pin(sums);
             hw::wgmma_wait_in_place(launch.items > 0);
             hw::pin(acc);
             hw::pin(p);
@@ -198,7 +219,7 @@ struct Consumer {
                 rows.tame(sums, rescale);
             } else {
                 multiply_q_k_again();
-                score<false>(item, tile);
+                score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
                 rows.exact(launch, rescale, 0.0f);
             }
             rescale_acc(rescale);
@@ -208,7 +229,7 @@ struct Consumer {
         free_v();
     }
     // Issue this tile's s and the last tile's p @ v; wait for s.
-    __device__ __forceinline__ void begin_step() {
+    __device__ __forceinline__ void begin_products() {
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         take_turn();
         hw::wgmma_fence();
@@ -265,27 +286,14 @@ struct Consumer {
     }
 
     // -- all items of a block -------------------------------------------------------------------------------------------
-    // Up to its first tile that counts for this warpgroup; there is one.
-    __device__ __forceinline__ KeyTiles begin_keys(const Item& item) {
-        KeyTiles keys(launch.params, item, number);
-        for (; keys.kind == EMPTY; keys.next_run())
-            while (keys.has_tile()) skip_tile(keys);
-        keys.take_tile();
-        return keys;
-    }
-    __device__ __forceinline__ void skip_tile(KeyTiles& keys) {
-        keys.take_tile();
-        skip_k();
-    }
     __device__ __forceinline__ bool wait_for_item() {
         hw::mbarrier_wait(shared.q_full(), q_ring.parity);
-        return __shfl_sync(~0u, shared.item(items.stage).n_runs, 0) > 0;
+        return __shfl_sync(~0u, item().n_runs, 0) > 0;
     }
     __device__ __forceinline__ void run() {
-        if (PING_PONG && number == WARPGROUPS - 1) pass_turn();
+        if (PING_PONG && number == 1) pass_turn();
         if (!wait_for_item()) return;
-        const Item* item = &begin_item();
-        KeyTiles keys = begin_keys(*item);
+        begin_item();
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
         take_turn();
         hw::wgmma_fence();
@@ -293,30 +301,31 @@ struct Consumer {
         pass_turn();
         hw::wgmma_wait<0>();
         hw::pin(rows.s);
-        first_tile(*item, keys);
+        first_tile();
         skip_v();
         pack_p();
         while (true) {
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++) acc[i] = 0;
+#pragma unroll 1
             do {
-                if (keys.kind == EMPTY) while (keys.has_tile()) skip_tile(keys);
-                while (keys.has_tile() && (keys.kind == PARTIAL || skipped > 0)) masked_step(*item, keys.take_tile());
-                while (keys.has_tile()) full_step(*item, keys.take_tile());
-            } while (keys.next_run());
+                if (keys.kind == EMPTY) skip_tiles();
+#pragma unroll 1
+                while (keys.has_tile() && (keys.kind == PARTIAL || skipped > 0)) masked_step();
+#pragma unroll 1
+                while (keys.has_tile()) full_step();
+            } while (next_run());
             if (!Q_IN_REGISTERS) free_q();
 
             // The last product of this item beside the first of the next.
-            const Item& done = *item;
-            const int done_at = items.stage;
+            const int done = items.stage;
             const float row_max[2] = {rows.row_max[0], rows.row_max[1]}, row_sum[2] = {rows.row_sum[0], rows.row_sum[1]};
             items.advance();
             const bool more = wait_for_item();
             if (more) {
-                item = &begin_item();
-                keys = begin_keys(*item);
-                begin_step();
-                first_tile(*item, keys);
+                begin_item();
+                begin_products();
+                first_tile();
                 hw::pin(rows.s);
                 hw::wgmma_wait_in_place(launch.items > 0);
                 hw::pin(acc);
@@ -335,9 +344,9 @@ struct Consumer {
                 free_v();
                 skip_v();
             }
-            store(done, row_max, row_sum);
+            store(shared.item(done), row_max, row_sum);
             __syncwarp();
-            arrive(shared.item_free(done_at));
+            arrive(shared.item_free(done));
             if (!more) return;
         }
     }

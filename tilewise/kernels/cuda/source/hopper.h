@@ -107,18 +107,18 @@ template <int N, int M> INLINE void pin(uint32 (&values)[N][M]) {
     for (int i = 0; i < N * M; i++) asm volatile("" : "+r"(values[i / M][i % M])::"memory");
 }
 
+// The same value, though the compiler does not know: what depends on it is computed again.
+INLINE int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i / 8.
 INLINE void load_matrices(uint32 (&to)[4], uint32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(row)
                  : "memory");
-}
-
-INLINE float exp2_approximate(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 #undef INLINE

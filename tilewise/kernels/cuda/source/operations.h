@@ -20,15 +20,40 @@ template <class T> __device__ __forceinline__ T floormod(T a, T b) {
 template <> __device__ __forceinline__ float floordiv<float>(float a, float b) { return floorf(a / b); }
 template <> __device__ __forceinline__ float floormod<float>(float a, float b) { return a - b * floorf(a / b); }
 
-// Where a load reads: each index is clamped to the array, so that nothing is ever read outside it.
-__device__ __forceinline__ int64 cell_of(const Slot&, int) { return 0; }
-template <class... Rest>
-__device__ __forceinline__ int64 cell_of(const Slot& slot, int axis, int64 index, Rest... rest) {
-    int64 last = slot.size[axis] - 1;
-    int64 inside = index < 0 ? 0 : index > last ? last : index;
-    return inside * slot.step[axis] + cell_of(slot, axis + 1, rest...);
+// In half precision a quotient need not be right in the last place; that of a constant is a product.
+__device__ __forceinline__ float quotient(float a, float b) {
+    return sizeof(Element) == 4 ? a / b : a * reciprocal_approximate(b);
 }
-template <class Stored, class... Index>
-__device__ __forceinline__ auto load(const Slot& slot, Index... index) {
-    return widen(reinterpret_cast<const Stored*>(slot.data)[cell_of(slot, 0, index...)]);
+__device__ __forceinline__ float quotient(float a, float b, float reciprocal) {
+    return sizeof(Element) == 4 ? a / b : a * reciprocal;
+}
+
+// tanhf takes its time to be right in the last place. In half precision this does: a polynomial near 0, where the quotient
+// would lose digits, and off by less than three units in the last place everywhere.
+__device__ __forceinline__ float hyperbolic_tangent(float x) {
+    if (sizeof(Element) == 4) return tanhf(x);
+    const float square = x * x, size = fabsf(x);
+    const float small = fmaf(fmaf(fmaf(0.016157843f, square, -0.05250495f), square, 0.13317497f), square, -0.33332726f);
+    const float growth = exp2_approximate(size * 2.885390082f);  // exp(2 |x|)
+    const float large = fmaf(-2, reciprocal_approximate(1 + growth), 1);
+    return size < 0.55f ? fmaf(small, square * x, x) : copysignf(large, x);
+}
+
+// Cells of an array, from a place in it on.
+template <class Stored> struct Cells {
+    const Stored* first;
+    __device__ __forceinline__ Cells moved(int64 cells) const { return {first + cells}; }
+    template <class Index> __device__ __forceinline__ auto read(Index cell) const { return widen(first[cell]); }
+};
+template <class Stored> __device__ __forceinline__ Cells<Stored> cells_of(const Slot& slot) {
+    return {reinterpret_cast<const Stored*>(slot.data)};
+}
+// Where an index leads along an axis. It is clamped to the array, so that nothing is ever read outside it.
+template <class Index> __device__ __forceinline__ Index clamped(const Slot& slot, int axis, Index index) {
+    const int64 end = slot.size[axis] - 1;
+    const Index last = sizeof(Index) == 4 && end > 0x7fffffff ? Index(0x7fffffff) : Index(end);
+    return index < 0 ? 0 : index > last ? last : index;
+}
+template <class Index> __device__ __forceinline__ int64 along(const Slot& slot, int axis, Index index) {
+    return int64(clamped(slot, axis, index)) * slot.step[axis];
 }

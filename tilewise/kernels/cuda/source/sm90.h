@@ -10,7 +10,6 @@ constexpr int DEPTH = ceil_div(D, 16) * 16, COLUMNS = ceil_div(D_V, 16) * 16;  /
 constexpr int Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, K_BYTES = TILE_K * Q_PARTS * ROW_BYTES,
               V_BYTES = TILE_K * V_PARTS * ROW_BYTES;
 constexpr int WARPGROUPS = TILE_Q / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
-constexpr bool PING_PONG = WARPGROUPS == 2 && D > 64;
 
 struct Launch {  // as in ../structs.py
     TensorMap q, k, v;
@@ -52,7 +51,7 @@ struct Shared {
 
     static constexpr int K = Q_BYTES, V = K + STAGES * K_BYTES, BARRIERS = V + STAGES * V_BYTES, ITEM = BARRIERS + 256,
                          END = BARRIERS + 1024;
-    static_assert(8 * (3 + 2 * ITEMS + 4 * STAGES) <= ITEM - BARRIERS, "barriers have room");
+    static_assert(8 * (4 + 2 * ITEMS + 4 * STAGES) <= ITEM - BARRIERS, "barriers have room");
     static_assert(ITEM + ITEMS * sizeof(Item) <= END && END + 1024 == SHARED_BYTES, "as the host reckons it");
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
@@ -70,17 +69,19 @@ struct Shared {
     __device__ __forceinline__ uint32 q_full() const { return barrier(0); }
     __device__ __forceinline__ uint32 q_free() const { return barrier(1); }
     __device__ __forceinline__ uint32 v_tail() const { return barrier(2); }
-    __device__ __forceinline__ uint32 k_full(int stage) const { return barrier(3 + stage); }
-    __device__ __forceinline__ uint32 k_free(int stage) const { return barrier(3 + STAGES + stage); }
-    __device__ __forceinline__ uint32 v_full(int stage) const { return barrier(3 + 2 * STAGES + stage); }
-    __device__ __forceinline__ uint32 v_free(int stage) const { return barrier(3 + 3 * STAGES + stage); }
-    __device__ __forceinline__ uint32 item_full(int i) const { return barrier(3 + 4 * STAGES + i); }
-    __device__ __forceinline__ uint32 item_free(int i) const { return barrier(3 + 4 * STAGES + ITEMS + i); }
+    __device__ __forceinline__ uint32 item_begun() const { return barrier(3); }
+    __device__ __forceinline__ uint32 k_full(int stage) const { return barrier(4 + stage); }
+    __device__ __forceinline__ uint32 k_free(int stage) const { return barrier(4 + STAGES + stage); }
+    __device__ __forceinline__ uint32 v_full(int stage) const { return barrier(4 + 2 * STAGES + stage); }
+    __device__ __forceinline__ uint32 v_free(int stage) const { return barrier(4 + 3 * STAGES + stage); }
+    __device__ __forceinline__ uint32 item_full(int i) const { return barrier(4 + 4 * STAGES + i); }
+    __device__ __forceinline__ uint32 item_free(int i) const { return barrier(4 + 4 * STAGES + ITEMS + i); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(q_full(), 1);
         hw::mbarrier_init(q_free(), CONSUMER_WARPS);
         hw::mbarrier_init(v_tail(), 1);
+        hw::mbarrier_init(item_begun(), 1);
         for (int stage = 0; stage < STAGES; stage++) {
             hw::mbarrier_init(k_full(stage), 1);
             hw::mbarrier_init(k_free(stage), CONSUMER_WARPS);
@@ -97,21 +98,14 @@ struct Shared {
 
 // The key tiles of an item, from the last to the first: a causal row meets its masked tiles, and its nearest keys, first.
 struct KeyTiles {
-    const Params* params;
-    const Item* item;
-    int shift;  // where the kinds of this warpgroup are
     int run, tile, first, kind;
 
-    __device__ __forceinline__ KeyTiles(const Params& params, const Item& item, int warpgroup)
-        : params(&params), item(&item), shift(2 * warpgroup), run(__shfl_sync(~0u, item.n_runs, 0)) {
-        next_run();
-    }
-    __device__ __forceinline__ bool next_run() {
+    __device__ __forceinline__ bool next_run(const Params& params, const Item& item, int warpgroup) {
         if (--run < 0) return false;
-        const Run now = run < RUNS_AT_HAND ? item->runs[run] : params->runs[item->first_run + run];
+        const Run now = run < RUNS_AT_HAND ? item.runs[run] : params.runs[item.first_run + run];
         tile = __shfl_sync(~0u, now.last, 0);
         first = __shfl_sync(~0u, now.first, 0);
-        kind = __shfl_sync(~0u, now.kind, 0) >> shift & 3;
+        kind = __shfl_sync(~0u, now.kind, 0) >> 2 * warpgroup & 3;
         return true;
     }
     __device__ __forceinline__ bool has_tile() const { return tile > first; }

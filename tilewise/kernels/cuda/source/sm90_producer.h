@@ -13,11 +13,12 @@ struct Scheduler {
         items.parity = 1;  // all places are free
     }
     __device__ __forceinline__ void run() {
-        int index = blockIdx.x;
-        while (index < launch.items) {
-            const int fetched = fetch_next();
+        Ring<1> begun;
+        for (int index = blockIdx.x; index < launch.items; index = fetch_next() + gridDim.x) {
             make_ready(index);
-            index = fetched + gridDim.x;
+            // No item is taken before the last one is begun: another block may be free earlier.
+            hw::mbarrier_wait(shared.item_begun(), begun.parity);
+            begun.advance();
         }
         hw::mbarrier_wait(shared.item_free(items.stage), items.parity);
         if (lane == 0) {
@@ -40,8 +41,9 @@ struct Scheduler {
     // Each lane copies a word of the record; what depends on the head is filled in.
     __device__ __forceinline__ void make_ready(int index) {
         const Params& params = launch.params;
-        const int before = index / (launch.section * params.tiles) * launch.section;  // heads of sections before this one
-        const int heads = min(launch.section, launch.items / params.tiles - before);
+        const int all = launch.items / params.tiles, last = all / launch.section - 1;  // the last section takes the rest
+        const int section = min(index / (launch.section * params.tiles), last), before = section * launch.section;
+        const int heads = section == last ? all - before : launch.section;
         const int rest = index - before * params.tiles, head = before + rest % heads;
         const int b = head / params.heads, h = head % params.heads;
         const int64 record = int64(b) * launch.record_batch + int64(h) * launch.record_head + rest / heads;
@@ -88,9 +90,12 @@ struct Loader {
             const int n_runs = __shfl_sync(~0u, item.n_runs, 0);
             hw::mbarrier_wait(shared.q_free(), q_ring.parity);
             if (n_runs == 0) break;
+            if (lane == 0) hw::mbarrier_arrive(shared.item_begun());
             load_q(item.work);
+#pragma unroll 1
             for (int i = n_runs - 1; i >= 0; i--) {
                 const Run run = i < RUNS_AT_HAND ? item.runs[i] : launch.params.runs[item.first_run + i];
+#pragma unroll 1
                 for (int tile = run.last - 1; tile >= run.first; tile--) {
                     load_k(item.work, tile);
                     load_v();
@@ -160,6 +165,7 @@ struct Loader {
     __device__ __forceinline__ void clear_rows(int from) const {
         for (int part = 0; part < V_PARTS; part++) {
             unsigned char* const tile = shared.memory + Shared::V + v_ring.stage * V_BYTES + part * TILE_K * ROW_BYTES;
+#pragma unroll 1
             for (int i = from * ROW_BYTES / 16 + lane; i < TILE_K * ROW_BYTES / 16; i += 32)
                 reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
         }

@@ -76,7 +76,7 @@ template <int KEYS> struct Softmax {
             rescale[half] = 1;
             if (needed) {
                 const float larger = fmaxf(row_max[half], rintf(new_max[half]));
-                rescale[half] = hw::exp2_approximate(row_max[half] - finite(larger));
+                rescale[half] = exp2_approximate(row_max[half] - finite(larger));
                 row_max[half] = larger;
                 row_sum[half] *= rescale[half];
             }
@@ -97,7 +97,7 @@ template <int KEYS> struct Softmax {
         const float scale = launch.binary_scale, shift[2] = {-finite(row_max[0]), -finite(row_max[1])};
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) {
-            s[i] = hw::exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
+            s[i] = exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
             sums[i / 2 % 2] += s[i];
         }
     }
@@ -111,7 +111,7 @@ template <int KEYS> struct Softmax {
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) {
             if (i == KEYS / 16 * EIGHTHS_BEFORE_WAIT) meanwhile();
-            s[i] = hw::exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
+            s[i] = exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
             sums[i / 2 % 2] += s[i];
         }
         if (EIGHTHS_BEFORE_WAIT == 8) meanwhile();
@@ -141,14 +141,16 @@ template <int KEYS> struct Softmax {
     }
 };
 
-// As in softmax.h, of a row_max that is a power of 2. It may be far from what the sum has grown to: the sum's own power
-// joins it first, or lse would be the difference of two large numbers.
+// As in softmax.h, of a row_max that is a power of 2. It may be far from what the sum has grown to, so the sum's own
+// power joins it first: lse must not be the difference of two large numbers.
 __device__ __forceinline__ Finished finished(float row_max, float row_sum, float sink) {
-    const int exponent = row_sum > 0 ? min(max(exponent_of(row_sum), -126), 126) : 0;
-    const float small = power_of_2(-exponent);
-    Finished done = finish((row_max + float(exponent)) * LN_2, row_sum * small, sink);
-    done.weight *= small;
-    return done;
+    if (row_sum == 0) return {0.0f, sink};
+    const int exponent = exponent_of(row_sum);
+    const float lse = (row_max + float(exponent) + log2_approximate(row_sum * power_of_2(-exponent))) * LN_2;
+    const float weight = reciprocal_approximate(row_sum);
+    if (!HAS_SINKS || sink == -INFINITY) return {weight, lse};
+    const float larger = fmaxf(lse, sink), joint = larger + log1pf(expf(fminf(lse, sink) - larger));
+    return {expf(lse - joint) * weight, joint};
 }
 
 // Thread i of a quad has words i of four groups of four; after this it has group i.

@@ -1,0 +1,673 @@
+"""The GPU suite without a GPU: its cases, its judgement, its method, its targets, and what is made of its results."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests import fake_gpu as fakes  # noqa: E402
+from tilewise import cli  # noqa: E402
+from tilewise.bench.contestants import OURS  # noqa: E402
+from tilewise.bench.gpu import cases, contestants, limits, plot, report, run, stage, suite, targets, timing, traffic  # noqa: E402
+from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
+from tilewise.bench.gpu.judge import ALLOWED, Expected  # noqa: E402
+from tilewise.bench.gpu.timing import Settings  # noqa: E402
+from tilewise.cli import bench as command  # noqa: E402
+from tilewise.cli import bench_gpu  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+FAST = Settings(rounds=2, host_calls=3)
+SMALL = {"tokens": 64, "hidden": 32}
+OUR = OURS + suite.KERNEL
+Ratio = Callable[[Case, str], float]
+
+
+def small(variant: str, **options: Any) -> Case:
+    return Case(variant, 32, 8, **SMALL, **options)
+
+
+def measure(case: Case, *who: str, host: bool = False) -> dict[str, dict[str, Any]]:
+    found = fakes.FakeStage(FAST).measure(case, who, host)
+    return {r["contestant"].rpartition(":")[2]: r for r in found}
+
+
+def made_up(name: str, ratio: Ratio = lambda case, peer: 1.5, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Results of a section: ours reaches 500 TFLOP/s, a peer that over the ratio."""
+    section, records = suite.SECTIONS[name], []
+    for case in section.cases:
+        made = []
+        for who in section.who(suite.KERNEL, case):
+            if who in without:
+                continue
+            record = stage.blank(case, who, contestants.find(who).ours, None)
+            options = VARIANTS[case.variant]
+            if who == FLASH and options.flash is None:
+                record.update(status="cannot express", reason="it has none")
+            else:
+                faster = 1.0 if record["ours"] else ratio(case, who)
+                ms = case.flops / 500e9 * faster
+                record.update(
+                    median_ms=ms, rounds_ms=[0.99 * ms, ms, 1.02 * ms], spread=0.03, how="graph", calls=5, error=0.002
+                )
+                record["tflops"] = None if section.host else case.flops / ms / 1e9
+                record["fraction"] = None if section.host else record["tflops"] / fakes.LIMITS["matmul_tflops"]
+            made.append(record)
+        stage.compare(made)
+        records += made
+    missing = dict.fromkeys(without, "not installed")
+    return {
+        "schema": run.SCHEMA, "tilewise": "0.1.0", "date": "2026-11-15T12:00:00Z", "missing": missing,
+        "machine": {**fakes.MACHINE, **fakes.LIMITS}, "options": {"section": name, "quick": False}, "records": records,
+    }  # fmt: skip
+
+
+def values(*sections: dict[str, Any]) -> dict[str, Any]:
+    return {check.what: check for check in targets.checks({s["options"]["section"]: s for s in sections})}
+
+
+@pytest.fixture(autouse=True)
+def _working_device() -> Any:
+    fakes.broken.clear()
+    yield
+    fakes.broken.clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "gpu").mkdir()
+    for name in suite.SECTIONS:
+        (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(made_up(name), allow_nan=False))
+    return tmp_path / "gpu"
+
+
+# -- cases ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sections_are_what_the_command_offers() -> None:
+    assert tuple(suite.SECTIONS) == command.GPU_SECTIONS
+    assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder"}
+    assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
+        "forward": 36, "stress": 8, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4, "launch": 1,
+    }  # fmt: skip
+    for section in suite.SECTIONS.values():
+        assert len(set(section.cases)) == len(section.cases) and section.quick
+
+
+def test_every_case_has_as_many_tokens() -> None:
+    for section in suite.SECTIONS.values():
+        for case in section.cases:
+            assert case.batch * case.n == case.tokens == sum(case.lengths)
+            assert case.heads * case.d == case.hidden and case.heads_k * case.group == case.heads
+
+
+def test_operations_are_counted_as_papers_do() -> None:
+    full, causal = (Case(variant, 4096, 128) for variant in ("full", "causal"))
+    assert full.flops == 4 * 4 * 16 * 4096**2 * 128 and causal.flops == full.flops / 2
+    assert Case("full", 4096, 128, group=8).flops == full.flops
+
+
+@pytest.mark.parametrize("variant", ["window 256", "document"])
+def test_visible_pairs_are_those_of_the_mask(variant: str) -> None:
+    case = Case(variant, 600, 8, tokens=600, hidden=8)
+    at, made = torch.arange(600), VARIANTS[variant]
+    seen = made.mask(cases.draw(case, 0, "cpu").extras)(0, 0, at[:, None], at)
+    assert made.pairs(600) == int(seen.sum())
+
+
+def test_calls_take_turns_on_inputs_that_no_cache_holds() -> None:
+    case = small("full")
+    assert len(cases.sets(case, "cpu", beyond=0)) == 2
+    one = 3 * 2 * 64 * 32
+    made = cases.sets(case, "cpu", beyond=3 * one)
+    assert len(cases.sets(case, "cpu")) == cases.MOST_SETS
+    assert len(made) == 3 and not torch.equal(made[0].q, made[1].q)
+    assert timing.in_order(["a", "b"], 3) == ["a", "b", "a"]  # the first set, which is judged, comes last
+
+
+def test_hard_inputs_are_hard() -> None:
+    normal, falling, rising, x64 = (
+        cases.draw(Case("full", 64, 8, inputs=inputs, tokens=64, hidden=8), 0, "cpu")
+        for inputs in ("normal", "falling", "rising", "x64")
+    )
+    assert torch.equal(x64.q @ x64.k.mT, 64 * (normal.q @ normal.k.mT))
+    for hard, first, last in ((falling, 12.0, 0.02), (rising, 0.02, 12.0)):
+        scale = (hard.k / normal.k).float()[0, 0].median(-1).values
+        assert scale[0] == pytest.approx(first, rel=0.02) and scale[-1] == pytest.approx(last, rel=0.02)
+
+
+# -- judgement --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("group", [1, 4])
+def test_ours_is_what_the_peers_functions_say(variant: str, group: int) -> None:
+    """Wide enough for windows to hide something."""
+    case = Case(variant, 1152, 16, group, tokens=1152, hidden=64)
+    found = measure(case, "tilewise cpu", "tests.fake_gpu:right")
+    assert {r["status"] for r in found.values()} == {"ok"}, found
+    assert all(r["error"] < ALLOWED / 4 for r in found.values())
+
+
+@pytest.mark.parametrize("variant", ["causal", "window 256", "document", "alibi", "softcap", "bias"])
+def test_flex_attention_says_the_same(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    case = Case(variant, 384, 16, tokens=384, hidden=64)
+    inputs = cases.draw(case, 0, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.flex_attention._warn_once", lambda *args, **options: None, raising=False)
+        entry = contestants.find(FLEX).enter(case, [inputs])
+        out = entry.calls[0]()
+    assert Expected.of(case, inputs).error(entry.read(out)) < ALLOWED / 4
+
+
+def test_flash_attention_is_asked_in_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def flash_attn_func(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        asked.append(options)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.transpose(1, 2), None
+
+    module = type(sys)("flash_attn.cute.interface")
+    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    for name in ("flash_attn", "flash_attn.cute", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+    case = small("causal")
+    assert contestants.find(FLASH).missing() is None
+    assert measure(case, FLASH)[FLASH]["status"] == "ok"
+    assert measure(small("window 256"), FLASH) and measure(small("softcap"), FLASH)
+    assert asked[0] == {"causal": True} and {"causal": True, "window_size": (256, 0)} in asked
+    assert {"causal": True, "softcap": cases.CAP} in asked
+    assert measure(small("bias"), FLASH)[FLASH]["status"] == "cannot express"
+
+
+def test_without_flash_attention_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    (reason,) = fakes.FakeStage(FAST).missing([FLASH, CUDNN]).values()
+    assert "flash_attn.cute does not load (ModuleNotFoundError" in reason and "pip install" in reason
+
+
+def test_a_rung_that_is_not_there_is_missing() -> None:
+    (reason,) = fakes.FakeStage(FAST).missing(["tilewise cuda/steam"]).values()
+    assert reason == "there is no kernel 'cuda/steam'"
+
+
+def test_wrong_failing_and_lazy_contestants_are_shown_as_such() -> None:
+    who = ("right", "off", "lazy", "failing", "tiring")
+    found = measure(small("causal"), "tilewise cpu", *(f"tests.fake_gpu:{name}" for name in who))
+    assert {name: r["status"] for name, r in found.items()} == {
+        "tilewise cpu": "ok", "right": "ok", "off": "wrong", "lazy": "wrong", "failing": "failed", "tiring": "failed",
+    }  # fmt: skip
+    assert found["off"]["error"] == pytest.approx(0.1, rel=0.1) and found["lazy"]["error"] is None
+    assert found["failing"]["reason"] == "RuntimeError: it broke at <path>"
+    assert found["failing"]["median_ms"] is None and found["tiring"]["reason"] == "RuntimeError: tired"
+    assert list(found["tilewise cpu"]["ratios"]) == ["tests.fake_gpu:right"]  # neither a wrong nor a failed peer
+
+
+def test_records_have_the_same_fields_and_go_into_json() -> None:
+    found = measure(small("causal"), "tilewise cpu", "tests.fake_gpu:right", "tests.fake_gpu:failing")
+    assert len({tuple(r) for r in found.values()}) == 1
+    json.dumps(list(found.values()), allow_nan=False)
+    ours, peer, _ = found.values()
+    assert len(ours["rounds_ms"]) == 2 and ours["calls"] == 3 and ours["spread"] >= 0
+    assert ours["median_ms"] == pytest.approx(sum(ours["rounds_ms"]) / 2)
+    assert ours["tflops"] == pytest.approx(ours["flops"] / ours["median_ms"] / 1e9)
+    assert ours["ratio"] == pytest.approx(peer["median_ms"] / ours["median_ms"]) and peer["ratio"] is None
+
+
+def test_packed_sequences_stand_beside_the_same_batch() -> None:
+    equal = measure(small("causal", packed="equal"), "tilewise cpu", "tilewise cpu" + DENSE)
+    assert {r["status"] for r in equal.values()} == {"ok"}
+    assert list(equal["tilewise cpu"]["ratios"]) == ["tilewise cpu" + DENSE]
+    case = Case("causal", 8, 8, packed="ragged", **SMALL)
+    assert len(case.lengths) == 8 and len(set(case.lengths)) > 1
+    ragged = measure(case, "tilewise cpu", "tilewise cpu" + DENSE)
+    assert [r["status"] for r in ragged.values()] == ["ok", "cannot express"]
+
+
+def test_the_host_clock_counts_no_operations() -> None:
+    found = measure(small("causal"), "tilewise cpu", "tilewise cpu" + NO_GRAD, SDPA, host=True)
+    assert all(r["how"] == "host" and r["tflops"] is None and r["median_ms"] > 0 for r in found.values())
+    assert [r["ours"] for r in found.values()] == [True, True, False]
+
+
+def test_without_gradients_means_that() -> None:
+    inputs = cases.draw(small("full"), 0, "cpu")
+    inputs.q.requires_grad_()
+    entry = contestants.find("tilewise cpu" + NO_GRAD).enter(small("full"), [inputs])
+    with entry.around():
+        assert not entry.calls[0]().requires_grad
+
+
+# -- method -----------------------------------------------------------------------------------------------------------
+
+
+def test_rounds_begin_with_another_contestant_each_time() -> None:
+    order: list[str] = []
+
+    def turn(name: str) -> Callable[[], float]:
+        def play() -> float:
+            order.append(name)
+            if name == "c" and order.count("c") == 2:
+                raise RuntimeError("tired")
+            return float(len(order))
+
+        return play
+
+    seconds, failed = timing.rounds({name: turn(name) for name in "abc"}, 3)
+    assert "".join(order) == "abcbcaab" and list(failed) == ["c"]
+    assert seconds["a"] == [1.0, 6.0, 7.0]
+    assert timing.rounds({}, 3) == ({}, {})
+
+
+class FakeCuda:
+    """Counts what a clock does: a call takes 2 ms, a replay as long as the calls it has captured."""
+
+    def __init__(self, capture: bool = True) -> None:
+        self.now, self.asked, self.capture, self.capturing = 0.0, [], capture, False  # type: ignore[var-annotated]
+        self.captured = 0
+
+    def call(self) -> str:
+        if self.capturing:
+            if not self.capture:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            self.captured += 1
+        else:
+            self.now += 2.0
+        return "out"
+
+    def synchronize(self) -> None:
+        self.asked.append("sync")
+
+    def _sleep(self, cycles: int) -> None:
+        self.asked.append("sleep")
+        self.now += 100.0
+
+    def Event(self, enable_timing: bool) -> Any:  # noqa: N802
+        return FakeEvent(self)
+
+    def CUDAGraph(self) -> Any:  # noqa: N802
+        self.captured = 0
+        return self
+
+    def replay(self) -> None:
+        self.now += 2.0 * self.captured
+
+    def graph(self, graph: Any) -> Any:
+        return self
+
+    def current_stream(self) -> str:
+        return "the caller's"
+
+    def stream(self, stream: str) -> Any:
+        self.asked.append(stream)
+        return nullcontext()
+
+    def __enter__(self) -> None:
+        self.capturing = True
+
+    def __exit__(self, *error: object) -> None:
+        self.capturing = False
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.at = cuda, 0.0
+
+    def record(self) -> None:
+        self.at = self.cuda.now
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        return other.at - self.at
+
+
+@pytest.mark.parametrize(("capture", "how"), [(True, "graph"), (False, "in a row")])
+def test_the_gpu_clock_times_calls_and_nothing_else(capture: bool, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sleep that hides the host's work is over before the clock starts; both ways give the time of a call."""
+    cuda = FakeCuda(capture)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    clock = timing.GpuClock(Settings(chunk=0.01, warm=0.02, timed=0.02))
+    loop = clock.loop(Entry([cuda.call, cuda.call]))
+    assert (loop.how, loop.calls, loop.run()) == (how, 5, "out")
+    assert loop.takes == pytest.approx(0.01)
+    assert clock.turn(loop) == pytest.approx(0.002)
+    assert cuda.asked.count("sleep") == 1 + 1 + 2  # pace, the loop's length, two timed runs
+    assert cuda.asked.count("the caller's") == 1
+
+
+@pytest.mark.parametrize(("pace", "count"), [(1e-5, 20), (1e-3, 4), (5e-3, 2), (0.5, 1)])
+def test_short_calls_are_many_and_take_turns(pace: float, count: int) -> None:
+    assert timing.GpuClock(Settings())._count(pace) == count
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "STAGE", "tests.fake_gpu:FakeStage")
+
+
+def section_of(*peers: str, variants: tuple[str, ...] = ("full", "causal"), name: str = "gqa") -> suite.Section:
+    every = tuple(small(variant) for variant in variants)
+    return suite.Section(name, "a test", every, every, tuple(f"tests.fake_gpu:{peer}" for peer in peers))
+
+
+def test_a_contestant_that_breaks_the_gpu_costs_one_case(fake_stage: None) -> None:
+    section = section_of("breaking", "right", "absent")
+    with run.Suite("cpu", FAST) as playing:
+        results = playing.section(section, section.cases, {"quick": False})
+    full, causal = results["records"][:3], results["records"][3:]
+    assert {r["status"] for r in full} == {"failed"} and {r["status"] for r in causal} == {"ok"}
+    assert full[0]["reason"].startswith("tests.fake_gpu:breaking left the GPU unusable: RuntimeError: an illegal")
+    assert [r["ours"] for r in full] == [True, False, False]
+    assert results["missing"] == {"tests.fake_gpu:absent": "not installed"}
+    assert results["machine"]["gpu"] == "Fake H200" and results["machine"]["matmul_tflops"] == 700.0
+    assert causal[0]["fraction"] == pytest.approx(causal[0]["tflops"] / 700)
+    assert json.loads(json.dumps(results, allow_nan=False)) == results
+
+
+def test_the_command_runs_and_writes_its_sections(
+    fake_stage: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_gpu, "check_gpu", lambda option: None)
+    for name in ("gqa", "launch"):
+        section = section_of("right", variants=("causal",), name=name)
+        monkeypatch.setitem(suite.SECTIONS, name, replace(section, host=name == "launch"))
+    target = tmp_path / "gpu"
+    assert (
+        cli.main(
+            ["bench", "--gpu", "gqa", "launch", "--kernel", "cpu", "--repeat", "2", "--quick", "--json", str(target)]
+        )
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert err == "" and "causal, d 8, n 32" in out and "met. " in out
+    gqa, launch = (json.loads((target / f"{name}.json").read_text()) for name in ("gqa", "launch"))
+    assert gqa["options"] == {"section": "gqa", "kernel": "cpu", "rounds": 2, "quick": True}
+    assert launch["records"][1]["contestant"] == "tilewise cpu" + NO_GRAD
+
+
+def test_a_section_that_was_stopped_is_not_written(
+    fake_stage: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(self: run.Suite, *args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_gpu, "check_gpu", lambda option: None)
+    monkeypatch.setattr(run.Suite, "section", stopped)
+    assert cli.main(["bench", "--gpu", "gqa", "--kernel", "cpu", "--json", str(tmp_path)]) == 130
+    assert "stopped in gqa" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gpu", "--n", "64"], "--n: the suite of --gpu has its own cells; leave out --n, or --gpu"),
+        (["--gpu", "--device", "cuda"], "--device: the suite of --gpu"),
+        (["--gpu", "--json", "results.json"], "--json: with --gpu a folder is expected"),
+        (["--gpu", "--from", "/no/such"], "with --gpu a folder with forward.json, stress.json"),
+        (["--gpu"], "--gpu needs PyTorch with CUDA"),
+        (["--device", "cuda"], "--device cuda needs PyTorch with CUDA"),
+    ],
+)
+def test_wrong_options(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert cli.main(["bench", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_results_of_another_suite_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copy(ROOT / "results" / "cpu" / "forward.json", tmp_path)
+    assert cli.main(["bench", "--gpu", "--from", str(tmp_path)]) == 2
+    assert "(schema gpu 1), got schema 2" in capsys.readouterr().err
+
+
+def test_importing_the_suite_needs_neither_torch_nor_a_gpu() -> None:
+    modules = "cases, contestants, limits, plot, report, run, stage, suite, targets, timing, traffic"
+    code = f"import sys; from tilewise.bench.gpu import {modules}; print({{'torch', 'triton'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# -- targets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "what", "limit"),
+    [
+        ("forward", "forward, d 64: geometric mean to the best peer", 1.10),
+        ("forward", "forward, d 128: slowest case to the best peer", 1.02),
+        ("forward", "forward, d 256: geometric mean to the best peer", 1.00),
+        ("forward", "forward, d 256: slowest case to the best peer", 0.95),
+        ("stress", "hard inputs: slowest case to the best peer", 0.95),
+        ("variants", "alibi: slowest case to FlexAttention", 1.2),
+        ("variants", "softcap: slowest case to FlashAttention-4", 1 / 1.15),
+        ("gqa", "grouped heads: slowest case to cuDNN", 1.0),
+    ],
+)
+def test_ratios_are_met_from_their_limit_on(section: str, what: str, limit: float) -> None:
+    for ratio, met in ((limit + 1e-6, True), (limit - 1e-6, False)):
+        assert values(made_up(section, lambda case, peer, ratio=ratio: ratio))[what].met is met
+
+
+def test_the_best_peer_of_each_case_counts() -> None:
+    def ratio(case: Case, peer: str) -> float:
+        slow = case.n == 512 and case.d == 64 and case.variant == "causal" and peer == FLASH
+        return 1.0 if slow else 1.2 if peer == FLASH else 1.3
+
+    found = values(made_up("forward", ratio))
+    mean, least = (found[f"forward, d 64: {what} to the best peer"] for what in ("geometric mean", "slowest case"))
+    assert mean.value == pytest.approx(1.2 ** (11 / 12)) and mean.met is True and mean.target == "at least 1.10x"
+    assert least.value == pytest.approx(1.0) and least.met is False
+    assert found["forward, d 128: slowest case to the best peer"].value == pytest.approx(1.2)
+
+
+def test_times_must_stay_below_their_limit() -> None:
+    packing, launch = (
+        "packed sequences: most time over the same as a batch",
+        f"launch, {OUR}: host time over PyTorch's SDPA",
+    )
+    for ratio, met in ((1 / 1.04, True), (1 / 1.06, False)):
+        check = values(made_up("varlen", lambda case, peer, ratio=ratio: ratio))[packing]
+        assert check.value == pytest.approx(1 / ratio) and check.met is met and check.target == "at most 1.05x"
+    for ratio, met in ((1 / 1.4, True), (1 / 1.6, False)):
+        assert values(made_up("launch", lambda case, peer, ratio=ratio: ratio))[launch].met is met
+
+
+def test_without_the_strongest_peer_nothing_is_judged() -> None:
+    found = values(
+        made_up("forward", without=(FLASH,)), made_up("variants", without=(FLASH,)), made_up("gqa", without=(FLASH,))
+    )
+    check = found["forward, d 64: geometric mean to the best peer"]
+    assert check.met is None and check.shown == "1.50x" and check.note == "not judged: FlashAttention-4 was not there"
+    assert found["softcap: slowest case to FlexAttention"].met is True
+    assert "softcap: slowest case to FlashAttention-4" not in found
+    assert found["grouped heads: slowest case to cuDNN"].met is True
+
+
+def test_cases_that_the_strongest_peer_fails_on_are_counted() -> None:
+    results = made_up("forward")
+    for r in results["records"]:
+        if r["d"] == 256 and r["ours"]:
+            del r["ratios"][FLASH]
+    check = values(results)["forward, d 256: geometric mean to the best peer"]
+    assert check.met is True and check.note == "12 of 12 cases without FlashAttention-4"
+
+
+def test_a_case_without_a_right_answer_proves_nothing() -> None:
+    results = made_up("gqa")
+    next(r for r in results["records"] if r["ours"]).update(status="wrong", reason="relative error 1")
+    check = values(results)["grouped heads: slowest case to cuDNN"]
+    assert check.met is False and check.note == "1 of 10 cases have no number: wrong: relative error 1"
+
+
+# -- limits and traffic -----------------------------------------------------------------------------------------------
+
+
+def test_the_limit_that_binds_is_the_longest() -> None:
+    found = limits.shortest_ms(flops=700e12, exps=7e12, traffic=4e12, limits=fakes.LIMITS)
+    assert found == pytest.approx({"matrix": 1000.0, "exp": 2000.0, "bytes": 1000.0})
+    assert limits.shortest_ms(1, 1, 1, {**fakes.LIMITS, "exp_gops": None})["exp"] is None
+
+
+def test_nvidia_smi_is_read_or_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 0, "580.1, 700.00, 1980, 3201\n")
+    monkeypatch.setattr(limits.subprocess, "run", lambda *args, **options: done)
+    assert limits._told() == {
+        "driver": "580.1", "power_limit_w": "700.00", "max_sm_mhz": "1980", "max_memory_mhz": "3201",
+    }  # fmt: skip
+
+    def absent(*args: Any, **options: Any) -> Any:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(limits.subprocess, "run", absent)
+    assert set(limits._told().values()) == {None}
+
+
+COUNTED = """==PROF== Connected to process 7
+a line that the program printed
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","7","at::spin_kernel(long)","dram__bytes.sum","byte","1"
+"0","7","at::spin_kernel(long)","lts__t_bytes.sum","byte","1"
+"1","7","attention","dram__bytes.sum","byte","1,000"
+"1","7","attention","lts__t_bytes.sum","byte","5,000"
+"2","7","spin_kernel","dram__bytes.sum","byte","1"
+"2","7","spin_kernel","lts__t_bytes.sum","byte","1"
+==PROF== Disconnected
+"3","7","prepare","dram__bytes.sum","byte","10"
+"3","7","prepare","lts__t_bytes.sum","byte","20"
+"4","7","attention","dram__bytes.sum","byte","2,000.5"
+"4","7","attention","lts__t_bytes.sum","byte","7,000"
+"""
+
+
+def test_bytes_are_counted_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = traffic.parsed(COUNTED)
+    assert found == [{traffic.DRAM: 1000.0, traffic.L2: 5000.0}, {traffic.DRAM: 2010.5, traffic.L2: 7020.0}]
+    assert traffic.parsed("==ERROR== no permission") == []
+    asked: list[list[str]] = []
+
+    def answer(command: list[str], **options: Any) -> Any:
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, COUNTED, "==ERROR== ERR_NVGPUCTRPERM")
+
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: name)
+    monkeypatch.setattr(traffic.subprocess, "run", answer)
+    play = (OUR, small("full"))
+    assert traffic.measured([play, play]) == found
+    assert traffic.measured([play]) == "ncu counted 2 of 1 calls: ==ERROR== ERR_NVGPUCTRPERM"
+    code = asked[0][-1]
+    names: dict[str, Any] = {}
+    exec(code.split(";")[0], names)  # what its process is told can be read there
+    assert eval(re.search(r"play\((.*)\)$", code)[1], names) == [play, play]  # type: ignore[index]
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
+    assert traffic.measured([play]) == "ncu (Nsight Compute) is not on PATH"
+
+
+def test_the_ladder_tells_bytes_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = made_up("ladder", without=(f"{OUR}/forward_sm90",))
+    monkeypatch.setattr(traffic, "measured", lambda plays: [{traffic.DRAM: 1e6, traffic.L2: 2e6} for _ in plays])
+    results["records"][0].update(status="failed", reason="it broke")
+    run.climb(results["records"], suite.SECTIONS["ladder"].cases, fakes.LIMITS)
+    failed, tiled = results["records"][:2]
+    assert failed["plan_bytes"] is None and tiled["dram_bytes"] == 1e6
+    n, d, heads, batch = 1024, 64, 32, 16
+    assert tiled["plan_bytes"] == batch * heads * n * (2 * d * 2 + 4) + batch * heads * (n // 64) * n * 2 * d * 2
+    assert tiled["limits_ms"]["bytes"] == pytest.approx(4 * 16384 * 2048 * 2 / 4e12 * 1e3)
+    assert tiled["limits_ms"]["exp"] == pytest.approx(16384 * 1024 * 32 / 3500e9 * 1e3)
+    text = report.section("ladder", results)
+    assert "(matrix)" in text and "977 KiB" in text
+    monkeypatch.setattr(traffic, "measured", lambda plays: "no ncu")
+    run.climb(results["records"], suite.SECTIONS["ladder"].cases, fakes.LIMITS)
+    assert tiled["traffic_reason"] == "no ncu"
+
+
+# -- what is made of the results --------------------------------------------------------------------------------------
+
+
+def test_stored_sections_are_shown_and_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--gpu", "--from", str(folder), "--plot", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "✓ forward, d 64: geometric mean to the best peer" in out and "power limit 700 W" in out
+    assert re.search(r"causal, d 128, n 512 +500 +333 +333 +- +1.50x", out)  # no FlexAttention at this n
+    assert "causal, d 128, n 1024, 16 heads on 2" in out and "full, d 64, n 4096, packed ragged" in out
+    assert "Rounds differ by up to 3%." in out
+    assert sorted(path.name for path in folder.glob("*.png")) == [
+        "forward.png",
+        "gqa.png",
+        "stress.png",
+        "variants.png",
+    ]
+
+
+def test_failures_are_told_once_with_their_count() -> None:
+    results = made_up("gqa", without=(FLASH,))
+    for r in results["records"]:
+        if not r["ours"]:
+            r.update(status="failed", reason="no plan", median_ms=None, tflops=None)
+    lines = report.section("gqa", results).splitlines()
+    assert "cuDNN: failed: no plan (10 cases)" in lines and "FlashAttention-4 is not here: not installed" in lines
+
+
+def test_a_section_without_targets_has_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--gpu", "ladder", "--from", str(folder)]) == 0
+    assert "No targets in these sections." in capsys.readouterr().out
+
+
+def test_a_quick_run_is_called_one() -> None:
+    results = made_up("gqa")
+    assert "a quick run" not in report.summary({"gqa": results})
+    results["options"]["quick"] = True
+    assert report.summary({"gqa": results}).endswith("a quick run")
+
+
+def test_the_figure_has_a_line_for_everyone_and_the_limit() -> None:
+    axes = plot._against_n("forward", made_up("forward")).axes
+    assert len(axes) == 6
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
+    assert set(lines) == {OUR, CUDNN, FLASH, FLEX, "measured matmul of 8192"}
+    assert lines[OUR] == pytest.approx([500.0] * 6) and len(lines[FLEX]) == 2
+    assert lines["measured matmul of 8192"] == [700.0, 700.0] and axes[0].get_ylim()[1] > 700
+
+
+def test_only_what_there_is_is_drawn(tmp_path: Path) -> None:
+    results = made_up("variants")
+    for r in results["records"]:
+        r.update(status="failed", reason="it broke")
+    assert plot.draw({"variants": results, "ladder": made_up("ladder")}, tmp_path) == []
+
+
+def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Path) -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
+    (folder / "forward.png").touch()
+    readme, performance = (tables["fill"](page, tmp_path) for page in tables["PAGES"])
+    for text in (readme, performance):
+        assert "| forward, d 64: geometric mean to the best peer | 1.50x | at least 1.10x | ✓ |" in text
+        assert "/gpu/forward.png)" in text and "Fake H200" in text
+    assert "| causal, d 64, n 512 | 500 | 333 | 333 | - | 1.50x |" in performance
+    assert "From `results/gpu/launch.json`, 2026-11-15. Microseconds until a call returns." in performance
+
+
+def test_tables_of_nothing_say_so(tmp_path: Path) -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
+    text = tables["fill"](tables["PAGES"][1], tmp_path)
+    assert "Not measured yet: `tilewise bench --gpu forward --json results/gpu` does it." in text

@@ -1,0 +1,171 @@
+"""Who takes part on a GPU: our kernels, and what a user would call instead, each in the layout it likes best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tilewise import api, dispatch
+from tilewise.bench.contestants import OURS
+from tilewise.bench.gpu.cases import VARIANTS, Case, Inputs
+from tilewise.bench.process import load
+from tilewise.bench.refusal import RefusedError
+
+CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention-4", "FlexAttention"
+SDPA, SDPA_CUDNN, SDPA_FLASH = "torch sdpa", "torch sdpa cudnn", "torch sdpa flash"
+DENSE, NO_GRAD = " dense", " no_grad"  # what follows the name of ours
+
+Call = Callable[[], Any]
+Sets = Sequence[Inputs]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A contestant set up for a case: a call for each set of inputs, and nothing left to do but the attention."""
+
+    calls: Sequence[Call]
+    read: Callable[[Any], Any] = lambda out: out  # its output as the inputs lie
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered before the clock starts
+
+
+@dataclass(frozen=True, eq=False)
+class Contestant:
+    name: str
+    enter: Callable[[Case, Sets], Entry]  # or raises RefusedError
+    missing: Callable[[], str | None] = lambda: None
+    ours: bool = False
+
+
+def find(name: str) -> Contestant:
+    if name.startswith(OURS):
+        return _ours(name)
+    if ":" in name:  # one from elsewhere, as "module:attribute"
+        found: Contestant = load(name)
+        return found
+    return next(peer for peer in _PEERS if peer.name == name)
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+
+def _ours(name: str) -> Contestant:
+    kernel = name.removeprefix(OURS).removesuffix(DENSE).removesuffix(NO_GRAD)
+    if name.endswith(DENSE):  # stands beside the packed call as its peer
+        return Contestant(name, partial(_enter_dense, kernel), partial(_unavailable, kernel))
+    enter = _enter_without_gradients if name.endswith(NO_GRAD) else _enter_ours
+    return Contestant(name, partial(enter, kernel), partial(_unavailable, kernel), ours=True)
+
+
+def _unavailable(kernel: str) -> str | None:
+    import torch  # noqa: F401 - a kernel looks for a GPU only where PyTorch is
+
+    try:
+        return dispatch.kernel(kernel).unavailable()
+    except ValueError:
+        return f"there is no kernel {kernel!r}"
+
+
+def _enter_ours(kernel: str, case: Case, sets: Sets) -> Entry:
+    options = {**VARIANTS[case.variant].options(case, sets[0].extras), "kernel": kernel}
+    if case.packed:
+        return Entry([partial(api.attention_varlen, x.q, x.k, x.v, x.lengths, x.lengths, **options) for x in sets])
+    return Entry([partial(api.attention, x.q, x.k, x.v, **options) for x in sets])
+
+
+def _enter_dense(kernel: str, case: Case, sets: Sets) -> Entry:
+    """The packed sequences, which are equally long, as a batch, in the same memory."""
+    if case.packed == "ragged":
+        raise RefusedError("cannot express", "sequences of different lengths are no batch")
+
+    def batch(x: Any) -> Any:
+        return x.view(case.batch, case.n, *x.shape[1:]).transpose(1, 2)
+
+    options = {**VARIANTS[case.variant].options(case, sets[0].extras), "kernel": kernel}
+    calls = [partial(api.attention, batch(x.q), batch(x.k), batch(x.v), **options) for x in sets]
+    return Entry(calls, lambda out: out.transpose(1, 2).flatten(0, 1))
+
+
+def _enter_without_gradients(kernel: str, case: Case, sets: Sets) -> Entry:
+    import torch
+
+    return Entry(_enter_ours(kernel, case, sets).calls, around=torch.no_grad)
+
+
+# -- PyTorch's SDPA ---------------------------------------------------------------------------------------------------
+
+
+def _enter_sdpa(backend: str | None, case: Case, sets: Sets) -> Entry:
+    """The backend is chosen outside the timed call, as a program would choose it once."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    options = VARIANTS[case.variant].sdpa
+    if options is None or case.packed:
+        raise RefusedError("cannot express", "SDPA has no such variant without a dense mask")
+    if case.group > 1:
+        options = {**options, "enable_gqa": True}
+    around = nullcontext if backend is None else partial(sdpa_kernel, getattr(SDPBackend, backend))
+    return Entry([partial(sdpa, x.q, x.k, x.v, **options) for x in sets], around=around)
+
+
+# -- FlashAttention-4 -------------------------------------------------------------------------------------------------
+
+
+def _no_flash() -> str | None:
+    try:
+        from flash_attn.cute.interface import flash_attn_func  # noqa: F401
+    except Exception as error:  # its compiler may fail to load in ways of its own
+        told = str(error).splitlines()[:1] or [""]
+        return f"flash_attn.cute does not load ({type(error).__name__}: {told[0]}); pip install --pre flash-attn-4"
+    return None
+
+
+def _enter_flash(case: Case, sets: Sets) -> Entry:
+    """(batch, n, heads, d), its own layout."""
+    from flash_attn.cute.interface import flash_attn_func
+
+    options = VARIANTS[case.variant].flash
+    if options is None or case.packed:
+        raise RefusedError("cannot express", "it is asked for full, causal, window and soft cap alone")
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        done = flash_attn_func(q, k, v, **options)
+        return done[0] if isinstance(done, tuple) else done
+
+    turned = [[y.transpose(1, 2).contiguous() for y in (x.q, x.k, x.v)] for x in sets]
+    return Entry([partial(call, *x) for x in turned], lambda out: out.transpose(1, 2))
+
+
+# -- FlexAttention ----------------------------------------------------------------------------------------------------
+
+
+def _enter_flex(case: Case, sets: Sets) -> Entry:
+    """Compiled for this shape alone; fullgraph, so that it fails rather than runs uncompiled."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    variant, extras, device = VARIANTS[case.variant], sets[0].extras, sets[0].q.device
+    if case.packed:
+        raise RefusedError("cannot express", "it is asked for no packed sequences")
+    mask = None
+    if variant.mask is not None:
+        mask = create_block_mask(variant.mask(extras), None, None, case.n, case.n, device=device)
+    score = None if variant.score is None else variant.score(extras)
+    torch.compiler.reset()  # or the shapes of other cases would count against the limit of compilations
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    options = {"score_mod": score, "block_mask": mask, "scale": 1 / math.sqrt(case.d), "enable_gqa": case.group > 1}
+    return Entry([partial(compiled, x.q, x.k, x.v, **options) for x in sets])
+
+
+_PEERS = (
+    Contestant(CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),
+    Contestant(FLASH, _enter_flash, _no_flash),
+    Contestant(FLEX, _enter_flex),
+    Contestant(SDPA, partial(_enter_sdpa, None)),
+    Contestant(SDPA_CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),
+    Contestant(SDPA_FLASH, partial(_enter_sdpa, "FLASH_ATTENTION")),
+)

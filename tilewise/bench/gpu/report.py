@@ -1,0 +1,143 @@
+"""The GPU suite as text: a line a case, and at the end every number beside its target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+from tilewise.bench import machine, table
+from tilewise.bench.gpu.contestants import SDPA
+from tilewise.bench.gpu.suite import SECTIONS
+from tilewise.bench.gpu.targets import checks
+from tilewise.bench.report import target_lines
+from tilewise.explanation import size
+
+Record = dict[str, Any]
+Results = dict[str, Any]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def section(name: str, results: Results) -> str:
+    head, rows = table_of(name, results)
+    return "\n".join([f"{name}: {SECTIONS[name].about}", *table.columns([head, *rows]), *notes(name, results)])
+
+
+def table_of(name: str, results: Results) -> Table:
+    """The head and the rows of a section's table, for the terminal and for the pages."""
+    made: Callable[[list[Record]], Table] = {"ladder": _ladder, "launch": _launch}.get(name, _speeds)
+    return made(results["records"])
+
+
+def notes(name: str, results: Results) -> list[str]:
+    """What the table does not say: its unit, how far rounds differ, and who has no number."""
+    records = results["records"]
+    spreads = [r["spread"] for r in records if r["spread"] is not None]
+    lines = [f"{_UNITS.get(name, _UNITS['forward'])} Rounds differ by up to {max(spreads, default=0.0):.0%}."]
+    lines += [f"{who} is not here: {reason}" for who, reason in results["missing"].items()]
+    told: dict[str, int] = {}
+    for r in records:
+        if r["status"] not in ("ok", "cannot express"):
+            what = f"{r['contestant']}: {r['status']}: {r['reason']}"
+            told[what] = told.get(what, 0) + 1
+    return [*lines, *(f"{what} ({count} {'case' if count == 1 else 'cases'})" for what, count in told.items())]
+
+
+_UNITS = {
+    "forward": "TFLOP/s; the ratio is our speed over the best peer's.",
+    "ladder": "Limits: products, exponentials, or q, k, v and out once, at the rates that were measured.",
+    "launch": "Microseconds until a call returns.",
+}
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def cases(records: list[Record]) -> list[list[Record]]:
+    return [list(found) for _, found in groupby(records, key=title)]
+
+
+def title(r: Record) -> str:
+    """The case of a record in a few words."""
+    heads = "" if r["heads"] == r["heads_k"] else f", {r['heads']} heads on {r['heads_k']}"
+    packed = f", packed {r['packed']}" if r["packed"] else ""
+    inputs = "" if r["inputs"] == "normal" else f", {r['inputs']}"
+    return f"{r['variant']}, d {r['d']}, n {r['n']}{heads}{packed}{inputs}"
+
+
+def _speeds(records: list[Record]) -> Table:
+    names = list(dict.fromkeys(r["contestant"] for r in records))
+    rows = []
+    for case in cases(records):
+        by_name = {r["contestant"]: r for r in case}
+        ratio = next((r["ratio"] for r in case if r["ours"]), None)
+        speeds = [_speed(by_name.get(name)) for name in names]
+        rows.append((title(case[0]), *speeds, "-" if ratio is None else f"{ratio:.2f}x"))
+    return ("", *names, "ratio"), rows
+
+
+def _speed(r: Record | None) -> str:
+    if r is None or r["status"] == "cannot express":
+        return "-"
+    return f"{r['tflops']:.0f}" if r["status"] == "ok" else str(r["status"])
+
+
+def _ladder(records: list[Record]) -> Table:
+    head = ("", "ms", "TFLOP/s", "of matmul", "limit, ms", "plan's bytes", "L2", "DRAM")
+    return head, [_rung(r) for r in records]
+
+
+def _rung(r: Record) -> tuple[str, ...]:
+    name = f"{r['contestant']}, {title(r)}"
+    if r["status"] != "ok":
+        return name, r["status"], *("-",) * 6
+    share = "-" if r["fraction"] is None else f"{r['fraction']:.1%}"
+    counted = (_size(r[field]) for field in ("plan_bytes", "l2_bytes", "dram_bytes"))
+    return name, f"{r['median_ms']:.3f}", f"{r['tflops']:.1f}", share, _limit(r), *counted
+
+
+def _limit(r: Record) -> str:
+    """The limit that binds, of those that could be measured."""
+    known = {name: ms for name, ms in (r["limits_ms"] or {}).items() if ms is not None}
+    if not known:
+        return "-"
+    name = max(known, key=lambda name: known[name])
+    return f"{known[name]:.3f} ({name})"
+
+
+def _size(count: float | None) -> str:
+    return "-" if count is None else size(count)
+
+
+def _launch(records: list[Record]) -> Table:
+    default = next((r["median_ms"] for r in records if r["contestant"] == SDPA and r["status"] == "ok"), None)
+    rows: list[tuple[str, ...]] = []
+    for r in records:
+        right = r["status"] == "ok"
+        over = f"{r['median_ms'] / default:.2f}x" if right and default else "-"
+        rows.append((r["contestant"], f"{1e3 * r['median_ms']:.1f}" if right else r["status"], over))
+    return ("", "us", f"over {SDPA}"), rows
+
+
+# -- targets ----------------------------------------------------------------------------------------------------------
+
+
+def summary(sections: dict[str, Results]) -> str:
+    found = checks(sections)
+    conditions_of = conditions(next(iter(sections.values())))
+    if not found:
+        return f"No targets in these sections. {conditions_of}"
+    judged = [check.met for check in found if check.met is not None]
+    heading = "The targets (our speed over the peer's, unless a line says otherwise):"
+    return "\n".join([heading, *target_lines(found), f"{sum(judged)} of {len(judged)} met. {conditions_of}"])
+
+
+def conditions(results: Results) -> str:
+    m = results["machine"]
+    parts = [machine.one_line(m), f"CUDA {m['cuda']}, cuDNN {m['cudnn']}, driver {m['driver']}"]
+    parts += [f"{name} {version}" for name, version in m["versions"].items() if version]
+    parts += [f"power limit {m['power_limit_w']} W"] if m["power_limit_w"] else []
+    limits = f"measured: bfloat16 matmul {m['matmul_tflops']:.0f} TFLOP/s, copy {m['copy_gbs']:.0f} GB/s"
+    exps = "" if m["exp_gops"] is None else f", {m['exp_gops']:.0f} G exp/s"
+    quick = ["a quick run"] if results["options"]["quick"] else []
+    return " · ".join([*parts, limits + exps, *quick])

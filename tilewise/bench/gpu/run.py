@@ -1,0 +1,132 @@
+"""The suite's sections, one after the other, in a process that is started again when a contestant has broken it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import Any
+
+from tilewise import dispatch
+from tilewise._version import __version__
+from tilewise.bench.contestants import OURS
+from tilewise.bench.gpu import traffic
+from tilewise.bench.gpu.cases import DTYPE, Case
+from tilewise.bench.gpu.contestants import find
+from tilewise.bench.gpu.limits import shortest_ms
+from tilewise.bench.gpu.stage import Record, blank
+from tilewise.bench.gpu.suite import Section
+from tilewise.bench.gpu.timing import Settings
+from tilewise.bench.process import Child
+from tilewise.bench.refusal import RefusedError, public
+from tilewise.schedule import itemsize, plan
+from tilewise.spec import Attention, Shape
+
+SCHEMA = "gpu 1"
+STAGE = "tilewise.bench.gpu.stage:Stage"
+TIMEOUT = 240.0  # seconds for a case: compilers included, hanging kernels excluded
+
+Results = dict[str, Any]
+Say = Callable[[str], None]
+
+
+@dataclass(eq=False)
+class Suite:
+    kernel: str
+    settings: Settings
+    say: Say = lambda line: None
+    _child: Child | None = None
+    _about: dict[str, Any] = field(default_factory=dict)
+
+    def section(self, section: Section, cases: Sequence[Case], options: dict[str, Any]) -> Results:
+        """What is written as JSON."""
+        names = list(dict.fromkeys(name for case in cases for name in section.who(self.kernel, case)))
+        self.say(f"{section.name}: measuring the GPU's own limits")
+        self._about = self._about or self._ask("machine")
+        limits = self._ask("limits")
+        missing = self._ask("missing", names)
+        records: list[Record] = []
+        for i, case in enumerate(cases, 1):
+            self.say(f"{section.name} {i}/{len(cases)}: {case.variant}, n {case.n}, d {case.d}")
+            who = [name for name in section.who(self.kernel, case) if name not in missing]
+            records += self._case(case, who, section.host)
+        for record in records:
+            record["fraction"] = _share(record["tflops"], limits["matmul_tflops"])
+        if section.name == "ladder":
+            self.say("ladder: counting bytes")
+            climb(records, cases, limits)
+        return {
+            "schema": SCHEMA,
+            "tilewise": __version__,
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "machine": {**self._about, **limits},
+            "options": {"section": section.name, **options},
+            "missing": {name: public(reason) for name, reason in missing.items()},
+            "records": records,
+        }
+
+    def _case(self, case: Case, who: list[str], host: bool) -> list[Record]:
+        """A contestant that breaks the process, or never ends, costs the case, not the run."""
+        try:
+            records: list[Record] = self._ask("measure", case, who, host)
+            return records
+        except RefusedError as error:
+            self._restart()
+            return [blank(case, name, find(name).ours, error) for name in who]
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        if self._child is None or not self._child.alive:
+            self._restart()
+            self._child = Child(STAGE, self.settings)
+        return self._child.ask(method, *args, timeout=TIMEOUT)
+
+    def _restart(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def __enter__(self) -> Suite:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restart()
+
+
+def climb(records: list[Record], cases: Sequence[Case], limits: dict[str, Any]) -> None:
+    """What the ladder's records say besides: the plan's bytes, the limits, and the bytes that were counted."""
+    by_name = {_title(case.describe()): case for case in cases}
+    right = [r for r in records if r["status"] == "ok"]
+    for r in right:
+        r["plan_bytes"] = _plan_bytes(r)
+        pairs = r["flops"] / (4 * r["d"])  # an exponential each
+        r["limits_ms"] = shortest_ms(r["flops"], pairs, _least_bytes(r), limits)
+    if not right:
+        return
+    counted = traffic.measured([(r["contestant"], by_name[_title(r)]) for r in right])
+    for i, r in enumerate(right):
+        if isinstance(counted, str):
+            r["traffic_reason"] = counted
+        else:
+            r.update(dram_bytes=counted[i][traffic.DRAM], l2_bytes=counted[i][traffic.L2])
+
+
+def _title(r: Record) -> tuple[Any, ...]:
+    return r["variant"], r["n"], r["d"]
+
+
+def _plan_bytes(r: Record) -> int:
+    """Of full attention, at the tile that the kernel takes by itself."""
+    shape = Shape(r["batch"], r["heads"], r["heads_k"], r["n"], r["n"], r["d"], r["d"], DTYPE, "cuda")
+    spec = Attention(r["d"] ** -0.5)
+    kernel = dispatch.kernel(r["contestant"].removeprefix(OURS))
+    return plan(spec, shape, kernel.default_tile(spec, shape)).bytes_tiled
+
+
+def _least_bytes(r: Record) -> int:
+    """q, k, v and out, once."""
+    return int(2 * r["batch"] * (r["heads"] + r["heads_k"]) * r["n"] * r["d"] * itemsize(DTYPE))
+
+
+def _share(value: float | None, of: float | None) -> float | None:
+    return value / of if value and of else None

@@ -1,0 +1,116 @@
+"""The GPU suite: the cases by which its targets are proved or missed, in sections. `tilewise bench --gpu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewise.bench.contestants import OURS
+from tilewise.bench.gpu.cases import Case
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, NO_GRAD, SDPA, SDPA_CUDNN, SDPA_FLASH
+from tilewise.bench.gpu.timing import Settings
+
+KERNEL = "cuda"
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_LENGTHS = (1024, 8192)
+# FlexAttention is compiled anew for each shape, which takes seconds, and it is not the best peer of any case here.
+FLEX_LENGTHS = (2048, 16384)
+HARD = ("falling", "rising", "x8", "x64")
+VARIANTS = ("softcap", "alibi", "window 256", "window 1024", "document", "bias")
+RUNGS = ("naive", "tiled", "forward_sm90")
+QUICK = Settings(rounds=2, warm=0.005, timed=0.01, host_calls=50)
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    about: str
+    cases: tuple[Case, ...]
+    quick: tuple[Case, ...]
+    peers: tuple[str, ...] = ()
+    host: bool = False  # the host's time of a call, not the GPU's
+
+    def who(self, kernel: str, case: Case) -> list[str]:
+        """Ours first."""
+        ours = OURS + kernel
+        if self.name == "ladder":
+            return [f"{OURS}{KERNEL}/{rung}" for rung in RUNGS]
+        if self.name == "varlen":
+            return [ours, ours + DENSE] if case.packed == "equal" else [ours]
+        mine = [ours, ours + NO_GRAD] if self.host else [ours]
+        return [*mine, *(peer for peer in self.peers if self.name != "forward" or _is_asked(peer, case))]
+
+
+def _is_asked(peer: str, case: Case) -> bool:
+    return peer != FLEX or case.n in FLEX_LENGTHS
+
+
+def _grid(
+    variants: tuple[str, ...], dims: tuple[int, ...], lengths: tuple[int, ...], group: int = 1
+) -> tuple[Case, ...]:
+    return tuple(Case(variant, n, d, group) for d in dims for variant in variants for n in lengths)
+
+
+_MASKS = ("full", "causal")
+_STRESS = tuple(Case("full", 4096, d, inputs=inputs) for d in (128, 64) for inputs in HARD)
+_VARLEN = tuple(
+    Case(variant, n, d, packed=packed)
+    for packed in ("equal", "ragged")
+    for d in (64, 128)
+    for variant in _MASKS
+    for n in (1024, 4096)
+)
+_LAUNCH = (Case("causal", 128, 64, tokens=128, hidden=1024),)
+
+SECTIONS = {
+    section.name: section
+    for section in (
+        Section(
+            "forward",
+            "forward, bfloat16",
+            _grid(_MASKS, (64, 128, 256), LENGTHS),
+            _grid(_MASKS, (64, 128, 256), QUICK_LENGTHS),
+            (CUDNN, FLASH, FLEX),
+        ),
+        Section(
+            "stress",
+            "scores that grow along the keys, either way, or are large",
+            _STRESS,
+            tuple(case for case in _STRESS if case.d == 128),
+            (CUDNN, FLASH),
+        ),
+        Section(
+            "variants",
+            "masks and scores beyond causal",
+            _grid(VARIANTS, (64, 128), (2048, 8192)),
+            _grid(VARIANTS, (128,), (2048,)),
+            (FLEX, FLASH),
+        ),
+        Section(
+            "gqa",
+            "8 query heads for each key head",
+            _grid(_MASKS, (128,), LENGTHS[1:], group=8),
+            _grid(_MASKS, (128,), QUICK_LENGTHS, group=8),
+            (CUDNN, FLASH),
+        ),
+        Section(
+            "varlen",
+            "packed sequences beside the same ones as a batch, and ragged ones",
+            _VARLEN,
+            tuple(case for case in _VARLEN if case.d == 128 and case.n == 1024),
+        ),
+        Section(
+            "ladder",
+            "the kernels that lead up to the fastest, and their limits",
+            _grid(("full",), (64, 128), (1024, 4096)),
+            _grid(("full",), (128,), (1024,)),
+        ),
+        Section(
+            "launch",
+            "the host's time of a small call, while the GPU works on",
+            _LAUNCH,
+            _LAUNCH,
+            (SDPA, SDPA_CUDNN, SDPA_FLASH),
+            host=True,
+        ),
+    )
+}

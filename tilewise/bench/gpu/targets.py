@@ -1,0 +1,119 @@
+"""What the CUDA kernels must reach, and whether the results of the suite show it. Nothing here is a measured number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, SDPA
+from tilewise.bench.table import geometric_mean
+from tilewise.bench.targets import Check
+
+Record = dict[str, Any]
+Results = dict[str, Any]
+
+FORWARD = {64: (1.10, 1.02), 128: (1.10, 1.02), 256: (1.00, 0.95)}  # to the best peer: the mean, and no case below
+STRESS = 0.95
+OVER_FLEX = 1.2
+OF_FLASH = 1 / 1.15
+GQA = 1.0
+PACKING = 1.05  # times the time of the same sequences as a batch
+LAUNCH = 1.5  # times that of PyTorch's own attention
+
+
+def checks(sections: dict[str, Results]) -> list[Check]:
+    """Every check of the sections that there are results of."""
+    return [check for name, of in _CHECKS.items() if name in sections for check in of(_ours(sections[name]))]
+
+
+def _ours(results: Results) -> list[Record]:
+    """Our records; each says who was not there to be compared with."""
+    return [{**r, "missing": results["missing"]} for r in results["records"] if r["ours"]]
+
+
+def _forward(records: list[Record]) -> Iterator[Check]:
+    for d, (mean, least) in FORWARD.items():
+        chosen = [r for r in records if r["d"] == d]
+        if chosen:
+            yield _to_best(f"forward, d {d}: geometric mean to the best peer", chosen, mean, geometric_mean)
+            yield _to_best(f"forward, d {d}: slowest case to the best peer", chosen, least, min)
+
+
+def _stress(records: list[Record]) -> Iterator[Check]:
+    yield _to_best("hard inputs: slowest case to the best peer", records, STRESS, min)
+
+
+def _variants(records: list[Record]) -> Iterator[Check]:
+    for variant in dict.fromkeys(r["variant"] for r in records):
+        chosen = [r for r in records if r["variant"] == variant]
+        yield _to_peer(f"{variant}: slowest case to FlexAttention", chosen, FLEX, OVER_FLEX)
+        if any(FLASH in (r["ratios"] or {}) for r in chosen):
+            yield _to_peer(f"{variant}: slowest case to FlashAttention-4", chosen, FLASH, OF_FLASH)
+
+
+def _gqa(records: list[Record]) -> Iterator[Check]:
+    yield _to_peer("grouped heads: slowest case to cuDNN", records, CUDNN, GQA)
+    yield _to_peer("grouped heads: slowest case to FlashAttention-4", records, FLASH, None)
+
+
+def _varlen(records: list[Record]) -> Iterator[Check]:
+    equal = [r for r in records if r["packed"] == "equal"]
+    times = Check("packed sequences: most time over the same as a batch", PACKING, at_most=True)
+    yield _valued(times, equal, _over(DENSE), max, "the batch has no number")
+
+
+def _launch(records: list[Record]) -> Iterator[Check]:
+    for name in dict.fromkeys(r["contestant"] for r in records):
+        times = Check(f"launch, {name}: host time over PyTorch's SDPA", LAUNCH, at_most=True)
+        chosen = [r for r in records if r["contestant"] == name]
+        yield _valued(times, chosen, _over(SDPA), max, f"{SDPA} has no number")
+
+
+def _over(peer: str) -> Callable[[Record], float | None]:
+    """Our time over that of the peer whose name is this, or ends so."""
+
+    def time(r: Record) -> float | None:
+        return next((1 / x for name, x in (r["ratios"] or {}).items() if name in (peer, r["contestant"] + peer)), None)
+
+    return time
+
+
+def _to_best(what: str, records: list[Record], limit: float, of: Callable[[list[float]], float]) -> Check:
+    """Judged only beside the strongest peer: without it the number is told, and proves nothing."""
+    check = _valued(Check(what, limit), records, lambda r: r["ratio"], of, "no peer ran")
+    if records and FLASH in records[0]["missing"]:
+        return replace(check, limit=None, note=f"not judged: {FLASH} was not there")
+    without = sum(FLASH not in (r["ratios"] or {}) for r in records)
+    return (
+        replace(check, note=f"{without} of {len(records)} cases without {FLASH}") if without and check.value else check
+    )
+
+
+def _to_peer(what: str, records: list[Record], peer: str, limit: float | None) -> Check:
+    check = Check(what, limit)
+    return _valued(check, records, lambda r: (r["ratios"] or {}).get(peer), min, f"{peer} has no number")
+
+
+def _valued(
+    check: Check,
+    records: list[Record],
+    number: Callable[[Record], float | None],
+    of: Callable[[list[float]], float],
+    otherwise: str,
+) -> Check:
+    """One wrong or missing case, and there is no value: a mean without it would prove nothing."""
+    numbers = [number(r) if r["status"] == "ok" else None for r in records]
+    found = [x for x in numbers if x is not None]
+    if records and len(found) == len(records):
+        return replace(check, value=of(found))
+    lacking = next((r for r, x in zip(records, numbers, strict=True) if x is None), None)
+    if lacking is None:
+        return replace(check, note="no cases")
+    why = otherwise if lacking["status"] == "ok" else f"{lacking['status']}: {lacking['reason']}"
+    return replace(check, note=f"{len(records) - len(found)} of {len(records)} cases have no number: {why}")
+
+
+_CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
+    "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "launch": _launch,
+}  # fmt: skip
