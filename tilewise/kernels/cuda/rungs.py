@@ -119,7 +119,7 @@ class ForwardSm90:
             sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
             is_long = shape.n_q // sequences >= 2048 and not spec.batch_invariant
             return Tile(192, 96) if is_long else Tile(128, 128)
-        return Tile(128, 128 if largest <= 128 else 96 if largest <= 192 else 80)
+        return Tile(128, 128 if largest <= 128 else 96 if largest <= 192 else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         queries = 192 if tile.q >= 192 and max(shape.d, shape.d_v) <= 64 else 128
