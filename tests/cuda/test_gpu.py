@@ -111,3 +111,23 @@ def test_auto_takes_it_and_says_why_not_the_others() -> None:
     told = str(tw.explain(q, k, v, causal=True))
     assert "cuda" in told
     assert "main memory" in told
+
+
+def test_masks_of_arrays_that_change() -> None:
+    """What a mask reads on the GPU is looked at there, anew in every call, and in every replay of a graph."""
+    q, k, v = _inputs(700, torch.bfloat16)
+    ids = torch.arange(700, device="cuda", dtype=torch.int32) // 300
+    mask = tw.document(ids)
+
+    def want() -> Any:
+        return tw.attention(q.cpu(), k.cpu(), v.cpu(), mask=tw.document(ids.cpu()))
+
+    assert _close(tw.attention(q, k, v, mask=mask), want())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.attention(q, k, v, mask=mask)
+    for step in (50, 130, 701):
+        ids.copy_(torch.arange(700, device="cuda", dtype=torch.int32) // step)
+        assert _close(tw.attention(q, k, v, mask=mask), want())
+        graph.replay()
+        assert _close(out, want())

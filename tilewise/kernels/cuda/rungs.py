@@ -154,6 +154,30 @@ class ForwardSm90:
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.k, _up(shape.d_v, 16)})}
 
 
+class Refine:
+    """No kernel of the ladder: it looks at masks before one. Assembled as they are, a thread a query."""
+
+    name, folder, planned, persistent = "refine", SOURCES, True, False
+
+    def unsupported(self, shape: Shape) -> str | None:
+        return None
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return RUNGS["forward_sm90"].default_tile(spec, shape)
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
+        return tile
+
+    def threads(self, tile: Tile) -> int:
+        return tile.q
+
+    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
+        return {"SHARED_BYTES": 0}  # a launch says how much: a byte for each warp and key tile
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {}
+
+
 _PLAIN = Attention(scale=1.0)
 
 
@@ -162,3 +186,4 @@ def _up(n: int, multiple: int) -> int:
 
 
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
+REFINE: Rung = Refine()
