@@ -83,7 +83,7 @@ class Refining:
         self.places = [type(params).records.offset // _WORD, runs // _WORD]
 
     def launch(self, addresses: Sequence[int]) -> tuple[int, int]:
-        """Where the refined records are, and their runs: in memory of the stream, so what follows on it may read them."""
+        """Where the refined records are, and their runs: in memory of the stream, which what follows on it may read."""
         refined = gpu.whole_numbers(self._numbers, self._device).data_ptr()
         self._prepared.launch([*addresses, refined])
         return refined, refined + self._runs_at
