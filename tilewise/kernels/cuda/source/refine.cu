@@ -26,7 +26,8 @@ __device__ __forceinline__ int look(const Refinement& call, const variant::Head&
     const variant::Row here = variant::seen_from(row, tile * TILE_K);
 #pragma unroll 4
     for (int column = 0; column < TILE_K; column++) {
-        const bool counts = variant::mask(call.params, head, here, variant::key(call.params, head, tile * TILE_K, column));
+        const variant::Key key = variant::key(call.params, head, tile * TILE_K, column);
+        const bool counts = variant::mask(call.params, head, here, key, variant::near_cells(here, key));
         some |= counts;
         all &= counts;
     }
