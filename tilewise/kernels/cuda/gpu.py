@@ -58,6 +58,11 @@ def zeros(count: int, device: int) -> Any:
     return made
 
 
+def whole_numbers(count: int, device: int) -> Any:
+    """Room for them, on the current stream."""
+    return torch.empty(count, dtype=torch.int32, device=device)
+
+
 def moved(numbers: Any, device: int) -> Any:
     """A NumPy array's numbers on a device, once they are there."""
     return torch.from_numpy(numbers).to(device)

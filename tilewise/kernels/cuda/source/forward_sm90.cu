@@ -35,6 +35,7 @@ struct Consumer {
     uint32 q[Q_IN_REGISTERS ? DEPTH / 16 : 1][4];
     int rows_left;  // of the sequence, from the thread's first row
     int skipped = 0;  // tiles whose k was skipped, and v not yet
+    bool cautious;  // this warp had to compute a tile of the item again: scores differ too much for speculation
     Places places;  // of the item, if scores need them in every tile
 
     __device__ __forceinline__ Consumer(const Launch& launch, const Shared& shared, int number)
@@ -171,6 +172,7 @@ struct Consumer {
         if (keys.kind == PARTIAL) score<true>();
         else score<false>();
         rows.begin(launch);
+        cautious = false;
         free_k();
     }
 
@@ -180,6 +182,12 @@ struct Consumer {
         begin_products();
         score<true>();
         free_k();
+        exact_softmax();
+        free_v();
+        skip_v();
+        pack_p();
+    }
+    __device__ __forceinline__ void exact_softmax() {
         float rescale[2];
         const bool needed = rows.exact(launch, rescale, PATIENCE);
         hw::pin(rows.s);
@@ -192,15 +200,22 @@ struct Consumer {
             hw::pin(acc);
         }
         hw::pin(p);
-        free_v();
-        skip_v();
-        pack_p();
     }
-    // A tile without one: speculation.
+    // A tile without one: speculation, as long as it serves.
     __device__ __forceinline__ void full_step() {
         keys.take_tile();
         begin_products();
         score<false>();
+        if (cautious) {
+            exact_softmax();
+            pack_p();
+        } else {
+            speculative_softmax();
+        }
+        free_k();
+        free_v();
+    }
+    __device__ __forceinline__ void speculative_softmax() {
         float sums[2];
         rows.speculate(launch, sums, [&] {
             hw::pin(rows.s);
@@ -213,20 +228,19 @@ struct Consumer {
         if (rows.is_safe(sums, rows_left)) {
             rows.row_sum[0] += sums[0];
             rows.row_sum[1] += sums[1];
-        } else {
-            float rescale[2];
-            if (rows.is_finite(sums, rows_left)) {
-                rows.tame(sums, rescale);
-            } else {
-                multiply_q_k_again();
-                score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
-                rows.exact(launch, rescale, 0.0f);
-            }
-            rescale_acc(rescale);
-            pack_p();
+            return;
         }
-        free_k();
-        free_v();
+        float rescale[2];
+        if (rows.is_finite(sums, rows_left)) {
+            rows.tame(sums, rescale);
+        } else {
+            multiply_q_k_again();
+            score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
+            rows.exact(launch, rescale, 0.0f);
+            cautious = true;
+        }
+        rescale_acc(rescale);
+        pack_p();
     }
     // Issue this tile's s and the last tile's p @ v; wait for s.
     __device__ __forceinline__ void begin_products() {

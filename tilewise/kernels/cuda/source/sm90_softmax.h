@@ -45,17 +45,21 @@ template <int KEYS> struct Softmax {
         const variant::Row rows[2] = {variant::seen_from(places.rows[0], first_key),
                                       variant::seen_from(places.rows[1], first_key)};
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
+        for (int n = 0; n < KEYS / 8; n++) {
+            const variant::Key keys[2] = {variant::key(params, places.head, first_key, n * 8),
+                                          variant::key(params, places.head, first_key, n * 8 + 1)};
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const variant::Key key = variant::key(params, places.head, first_key, n * 8 + e);
+            for (int half = 0; half < 2; half++) {
+                variant::Near near[2];
+                variant::near_cells(rows[half], keys[0], keys[1], near);
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
+                for (int e = 0; e < 2; e++) {
                     float& x = s[n * 4 + half * 2 + e];
-                    if (SCORED) x = variant::score(params, places.head, rows[half], key, x * params.scale);
-                    if (MASKED && !variant::mask(params, places.head, rows[half], key)) x = -INFINITY;
+                    if (SCORED) x = variant::score(params, places.head, rows[half], keys[e], near[e], x * params.scale);
+                    if (MASKED && !variant::mask(params, places.head, rows[half], keys[e], near[e])) x = -INFINITY;
                 }
             }
+        }
     }
 
     // 5 row_max, rescale, p, row_sum
