@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +52,8 @@ class Prepared:
                 gpu.replace_address(tensor_map, address)
             room.words[self._next_item] = launcher.count_on(self._device, stream, capturing)
         if self._refining is not None:
-            refined = self._refining.launch(addresses)
-            for place, address in zip(self._refining.places, refined, strict=True):
+            refined = self._refining.launch(addresses)  # held until the launch: another thread may use this stream
+            for place, address in self._refining.places_in(refined):
                 room.words[place] = address
         self._hold(stream, capturing)
         gpu.launch(
@@ -80,13 +80,18 @@ class Refining:
         self._prepared, self._device = prepared, device
         self._numbers, self._runs_at = marshal.refined_numbers(made), 4 * marshal.RECORD * made.n_records
         runs = type(params).params.offset + type(params.params).runs.offset
-        self.places = [type(params).records.offset // _WORD, runs // _WORD]
+        self._places = [type(params).records.offset // _WORD, runs // _WORD]
 
-    def launch(self, addresses: Sequence[int]) -> tuple[int, int]:
-        """Where the refined records are, and their runs: in memory of the stream, which what follows on it may read."""
-        refined = gpu.whole_numbers(self._numbers, self._device).data_ptr()
-        self._prepared.launch([*addresses, refined])
-        return refined, refined + self._runs_at
+    def launch(self, addresses: Sequence[int]) -> Any:
+        """The refined records and their runs, in memory of the stream, which what follows on it may read."""
+        refined = gpu.whole_numbers(self._numbers, self._device)
+        self._prepared.launch([*addresses, refined.data_ptr()])
+        return refined
+
+    def places_in(self, refined: Any) -> Iterator[tuple[int, int]]:
+        """Which words of the kernel's parameters have which addresses."""
+        first = refined.data_ptr()
+        return zip(self._places, (first, first + self._runs_at), strict=True)
 
 
 def prepare(
