@@ -94,7 +94,7 @@ def _refined(spec: Attention, tile: Tile) -> dict[tuple[int, int], list[tuple[Ar
     room = np.full(marshal.refined_numbers(made), -1, np.int32)
     call.refined = int(room.ctypes.data)
     shared = made.most_tiles * tile.q // 32
-    simulator.compile_source(source.text).launch(call, grid=made.n_records, threads=tile.q, shared_bytes=shared)
+    simulator.compile_source(source.text).launch(call, grid=made.n_records, threads=source.threads, shared_bytes=shared)
     records = room[: made.n_records * marshal.RECORD].reshape(SHAPE.batch, SHAPE.heads, -1, marshal.RECORD)
     runs = room[records.size :].reshape(-1, 3)
     at = structs.ITEM_PLACES

@@ -42,6 +42,7 @@ class Prepared:
         if gpu.current_device() != self._device:
             with gpu.as_current(self._device):
                 return self.launch(addresses)
+        gpu.ensure_context(self._device)
         stream, capturing = gpu.current_stream(self._device), gpu.is_capturing()
         room = launcher.take_room()
         room.bytes[: len(self._template)] = self._template
@@ -56,9 +57,7 @@ class Prepared:
             for place, address in self._refining.places_in(refined):
                 room.words[place] = address
         self._hold(stream, capturing)
-        gpu.launch(
-            self._kernel.function, self._blocks, self._threads, self._shared_bytes, self._device, stream, room.arguments
-        )
+        gpu.launch(self._kernel.function, self._blocks, self._threads, self._shared_bytes, stream, room.arguments)
         launcher.give_back(room)
         return None
 
@@ -102,6 +101,7 @@ def prepare(
 
     views: q, k, v, out and lse. loaded: the arrays that the variant reads, in the order of spec.loaded.
     """
+    gpu.ensure_context(device)
     rung = chosen(named, shape, views, gpu.capability(device))
     tile = rung.fitting(tile or rung.default_tile(spec, shape), shape)
     tables, numbers = launcher.tables_on(device, spec, shape, tile, rung)

@@ -155,7 +155,7 @@ class ForwardSm90:
 
 
 class Refine:
-    """No kernel of the ladder: it looks at masks before one. Assembled as they are, a thread a query."""
+    """No kernel of the ladder: it looks at masks before one. Assembled as they are."""
 
     name, folder, planned, persistent = "refine", SOURCES, True, False
 
@@ -169,10 +169,11 @@ class Refine:
         return tile
 
     def threads(self, tile: Tile) -> int:
-        return tile.q
+        return 1024 // tile.q * tile.q
 
     def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
-        return {"SHARED_BYTES": 0}  # a launch says how much: a byte for each warp and key tile
+        # A launch says how much memory is shared: a byte for each warp of a tile's queries and each key tile.
+        return {"SHARED_BYTES": 0, "THREADS": self.threads(tile)}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}

@@ -176,55 +176,51 @@ struct Consumer {
         free_k();
     }
 
+    // All warps of a warpgroup must wait for products at the same place of the program, whatever each has to compute.
+    __device__ __forceinline__ void wait_for_p_v() {
+        hw::pin(rows.s);
+        hw::wgmma_wait_in_place(launch.items > 0);
+        hw::pin(acc);
+        hw::pin(p);
+    }
     // A tile with a mask: the online softmax as it is written everywhere.
     __device__ __forceinline__ void masked_step() {
         keys.take_tile();
         begin_products();
         score<true>();
         free_k();
-        exact_softmax();
+        float rescale[2];
+        const bool needed = rows.exact(launch, rescale, PATIENCE);
+        wait_for_p_v();
+        if (needed) rescale_acc(rescale);
         free_v();
         skip_v();
         pack_p();
-    }
-    __device__ __forceinline__ void exact_softmax() {
-        float rescale[2];
-        const bool needed = rows.exact(launch, rescale, PATIENCE);
-        hw::pin(rows.s);
-        if (needed) {
-            hw::wgmma_wait<0>();
-            hw::pin(acc);
-            rescale_acc(rescale);
-        } else {
-            hw::wgmma_wait_alone();
-            hw::pin(acc);
-        }
-        hw::pin(p);
     }
     // A tile without one: speculation, as long as it serves.
     __device__ __forceinline__ void full_step() {
         keys.take_tile();
         begin_products();
         score<false>();
+        float rescale[2], sums[2] = {};
+        bool needed = false;
+        if (cautious) needed = rows.exact(launch, rescale, PATIENCE);
+        else rows.speculate_first(launch, sums);
+        hw::pin(sums);
+        wait_for_p_v();
         if (cautious) {
-            exact_softmax();
+            if (needed) rescale_acc(rescale);
             pack_p();
         } else {
-            speculative_softmax();
+            rows.speculate_rest(launch, sums);
+            pack_p();
+            look_at(sums);
         }
         free_k();
         free_v();
     }
-    __device__ __forceinline__ void speculative_softmax() {
-        float sums[2];
-        rows.speculate(launch, sums, [&] {
-            hw::pin(rows.s);
-            hw::pin(sums);
-            hw::wgmma_wait_in_place(launch.items > 0);
-            hw::pin(acc);
-            hw::pin(p);
-        });
-        pack_p();
+    // Whether speculation served; if not, what p should have been.
+    __device__ __forceinline__ void look_at(const float (&sums)[2]) {
         if (rows.is_safe(sums, rows_left)) {
             rows.row_sum[0] += sums[0];
             rows.row_sum[1] += sums[1];
@@ -301,6 +297,7 @@ struct Consumer {
 
     // -- all items of a block -------------------------------------------------------------------------------------------
     __device__ __forceinline__ bool wait_for_item() {
+        hw::mbarrier_wait(shared.item_full(items.stage), items.parity);
         hw::mbarrier_wait(shared.q_full(), q_ring.parity);
         return __shfl_sync(~0u, item().n_runs, 0) > 0;
     }
@@ -340,10 +337,7 @@ struct Consumer {
                 begin_item();
                 begin_products();
                 first_tile();
-                hw::pin(rows.s);
-                hw::wgmma_wait_in_place(launch.items > 0);
-                hw::pin(acc);
-                hw::pin(p);
+                wait_for_p_v();
                 free_v();
                 skip_v();
                 pack_p();
@@ -359,8 +353,7 @@ struct Consumer {
                 skip_v();
             }
             store(shared.item(done), row_max, row_sum);
-            __syncwarp();
-            arrive(shared.item_free(done));
+            hw::mbarrier_arrive(shared.item_free(done));  // each thread for itself: all have read it
             if (!more) return;
         }
     }

@@ -18,6 +18,7 @@ struct Refinement {  // as in ../structs.py
 };
 
 constexpr int WARPS = TILE_Q / 32, WARPGROUPS = TILE_Q / 64;
+constexpr int GROUPS = THREADS / TILE_Q;  // of threads, a thread a query; each takes every so manyth key tile
 constexpr int SOME = 1, ALL = 2;  // what holds for the rows of a warp
 
 __device__ __forceinline__ int look(const Refinement& call, const variant::Head& head, const variant::Row& row, bool exists,
@@ -73,7 +74,7 @@ struct Joiner {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(TILE_Q) attention(const __grid_constant__ Refinement call) {
+extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Refinement call) {
     SHARED_MEMORY(found);
     const Params& params = call.params;
     const int record = blockIdx.x, plan = record / params.tiles;
@@ -84,7 +85,8 @@ extern "C" __global__ void __launch_bounds__(TILE_Q) attention(const __grid_cons
     work.h = plan % heads;
     work.hk = work.h / params.group;
     const variant::Head head = variant::head(params, work);
-    const int query = work.first_query + threadIdx.x;
+    const int group = threadIdx.x / TILE_Q, thread = threadIdx.x % TILE_Q;
+    const int query = work.first_query + thread;
     const variant::Row row = variant::row(params, head, query);
     const bool exists = query < work.sequence.n_q;
 
@@ -92,10 +94,10 @@ extern "C" __global__ void __launch_bounds__(TILE_Q) attention(const __grid_cons
     for (int r = 0; r < item.n_runs; r++) {
         const Run run = params.runs[item.first_run + r];
         for (int tile = run.first; tile < run.last; tile++) {
-            const int known = run.kind >> threadIdx.x / 64 * 2 & 3;
+            if (tiles++ % GROUPS != group) continue;
+            const int known = run.kind >> thread / 64 * 2 & 3;
             const int seen = known == PARTIAL ? look(call, head, row, exists, tile) : known == FULL ? SOME | ALL : 0;
-            if (threadIdx.x % 32 == 0) found[tiles * WARPS + threadIdx.x / 32] = seen;
-            tiles++;
+            if (thread % 32 == 0) found[(tiles - 1) * WARPS + thread / 32] = seen;
         }
     }
     __syncthreads();

@@ -82,7 +82,7 @@ struct Shared {
         }
         for (int i = 0; i < ITEMS; i++) {
             hw::mbarrier_init(item_full(i), 1);
-            hw::mbarrier_init(item_free(i), CONSUMER_WARPS + 1);
+            hw::mbarrier_init(item_free(i), (CONSUMER_WARPS + 1) * 32);
         }
         hw::fence_mbarrier_init();
     }
