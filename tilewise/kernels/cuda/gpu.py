@@ -133,8 +133,7 @@ _of_thread = threading.local()
 
 
 def ensure_context(device: int) -> None:
-    """What the driver is asked needs one. A thread that never asked CUDA for anything has none yet: PyTorch may have had
-    memory at hand."""
+    """The driver wants one, and a thread that never asked CUDA for anything has none: PyTorch may have had memory."""
     if getattr(_of_thread, "device", None) != device:
         error, context = _driver().cuCtxGetCurrent()
         _check(error, "the current context")

@@ -50,7 +50,7 @@ struct Consumer {
         if (PING_PONG) hw::barrier_sync(threadIdx.x / 128, 256);
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (PING_PONG) hw::barrier_arrive(3 - threadIdx.x / 128, 256);
+        if (PING_PONG) hw::barrier_arrive(threadIdx.x / 128 % WARPGROUPS + 1, 256);
     }
     __device__ __forceinline__ void free_k() {
         arrive(shared.k_free(k_ring.stage));
@@ -302,7 +302,7 @@ struct Consumer {
         return __shfl_sync(~0u, item().n_runs, 0) > 0;
     }
     __device__ __forceinline__ void run() {
-        if (PING_PONG && number == 1) pass_turn();
+        if (PING_PONG && number == WARPGROUPS - 1) pass_turn();  // the first one begins
         if (!wait_for_item()) return;
         begin_item();
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
