@@ -39,6 +39,7 @@ def _against_n(name: str, results: Results) -> Any:
             _lines(axes[i][j], shown, colours)
             axes[i][j].set_title(f"{mask}, d = {d}", fontsize=11, fontweight="bold")
         axes[i][0].set_ylabel("TFLOP/s (higher is better)")
+    axes[0][0].set_ylim(bottom=0)  # once all lines are there: it ends the shared axis's own scaling
     for axis in axes[-1]:
         axis.set_xlabel("n (16384 tokens in all)")
     _finish(figure, axes, name, results)
@@ -51,7 +52,6 @@ def _lines(axis: Any, records: list[Record], colours: Palette) -> None:
         axis.plot(n, [r["tflops"] for r in line], label=name, **parts.line_style(line[0], colours))
         slow, fast = ([_at(r, end) for r in line] for end in (max, min))
         axis.fill_between(n, slow, fast, color=colours[name], alpha=0.15, linewidth=0)
-    axis.set_ylim(bottom=0)
     parts.log_ticks(axis, sorted(parts.unique(records, "n")))
 
 
