@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+import tilewise as tw
 from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, validate
 from tilewise.arrays import Array
@@ -46,6 +47,12 @@ def _causal(d: int = 16) -> Call:
     return _call(*(rng.standard_normal((1, 5, 150, d)) for _ in range(3)), causal=True)
 
 
+def _window() -> Call:
+    """Tiles that one warpgroup or the other skips, at both ends; no lane may miss a barrier's phase there."""
+    rng = np.random.default_rng(1)
+    return _call(*(rng.standard_normal((1, 3, 512, 16)) for _ in range(3)), mask=tw.causal() & tw.window(160))
+
+
 def _short() -> Call:
     """A tile of keys for each query tile: the producer is an item ahead."""
     rng = np.random.default_rng(2)
@@ -77,6 +84,7 @@ def _steep(rise: float, dtype: str = "bfloat16") -> Call:
 PROBLEMS: dict[str, Callable[[], Call]] = {
     "causal": _causal,
     "causal, taking turns": lambda: _causal(72),
+    "window": _window,
     "short": _short,
     "packed": _packed,
     "late": _late,
