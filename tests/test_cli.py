@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import tilewise as tw
 from tilewise import cli, dispatch
+from tilewise.bench.problem import VARIANTS
 from tilewise.cli import compare, demo, terminal, trace
+from tilewise.kernels.cuda import compiler
+from tilewise.kernels.cuda.disk import Files
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Partial
 
@@ -231,3 +235,83 @@ def test_table_and_bars() -> None:
     ]
     bars = terminal.log_bars([("one", 1.0, "1"), ("many", 1000.0, "1000")], width=10).splitlines()
     assert bars == ["one   █ 1", "many  ██████████ 1000"]
+
+
+# -- warmup -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What a compiler, which is not there, was asked for. Nothing is shipped."""
+    asked: list[str] = []
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "PREBUILT", Files(tmp_path / "shipped"))
+    monkeypatch.setattr(compiler, "version", lambda: "nvrtc 13.0")
+    monkeypatch.setattr(compiler, "without_nvrtc", lambda: None)
+    monkeypatch.setattr(compiler, "by_nvrtc", lambda source, arch: asked.append(f"{source.rung} {arch}") or b"code")
+    return asked
+
+
+def test_warmup_compiles_once(capsys: pytest.CaptureFixture[str], compiled: list[str]) -> None:
+    asked = ("warmup", "--variants", "full,window", "--d", "64", "--n", "512,4096", "--arch", "sm_90a,sm_80")
+    code, out, _ = _run(capsys, *asked)
+    assert code == 0
+    assert sorted(compiled) == ["forward_sm90 sm_90a"] * 4 + ["tiled sm_80"] * 2
+    assert "full, bfloat16, d 64, n 512, sm_90a: forward_sm90, 0.0 s" in out
+    assert "kernels that are ready: 6 (6 compiled now, 0 shipped with Tilewise)" in out
+    _, out, _ = _run(capsys, *asked)
+    assert len(compiled) == 6
+    assert "kernels that are ready: 6 (0 compiled now" in out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_warmup_knows_every_variant_of_the_benchmarks(
+    capsys: pytest.CaptureFixture[str], compiled: list[str], variant: str
+) -> None:
+    code, _, _ = _run(
+        capsys, "warmup", "--variants", variant, "--n", "256", "--d", "96", "--d-v", "80", "--arch", "sm_89"
+    )
+    assert code == 0
+    assert compiled == ["tiled sm_89"]
+
+
+def test_warmup_without_a_gpu_is_for_hopper(
+    capsys: pytest.CaptureFixture[str], compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tilewise.cli.warmup.import_torch", lambda: None)
+    _, out, _ = _run(capsys, "warmup", "--variants", "full")
+    assert compiled == ["forward_sm90 sm_90a"]
+    assert "no GPU here: compiling for sm_90a" in out
+
+
+def test_warmup_needs_a_compiler_only_for_what_is_not_shipped(
+    capsys: pytest.CaptureFixture[str], compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "without_nvrtc", lambda: "NVRTC cannot be used (it is away); install it")
+    code, _, told = _run(capsys, "warmup", "--arch", "sm_90a")
+    assert code == 2
+    assert "kernels to compile: 2 of 2, but NVRTC cannot be used (it is away); install it" in told
+    monkeypatch.setattr(compiler, "prebuilt", lambda source, arch: b"code")
+    code, out, _ = _run(capsys, "warmup", "--arch", "sm_90a")
+    assert code == 0
+    assert "2 shipped" in out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--arch", "hopper", "--arch: expected an architecture such as sm_90a, sm_70 or newer, got 'hopper'"),
+        ("--arch", "sm_61", "got 'sm_61'"),
+        ("--variants", "sparse", "--variants: there is no 'sparse'; expected some of full, causal"),
+        ("--dtype", "float64", "--dtype: there is no 'float64'; expected some of float32, float16, bfloat16"),
+        ("--d", "0", "--d: expected a whole number from 1 to 512, got '0'"),
+        ("--n", "many", "--n: expected a whole number"),
+    ],
+)
+def test_warmup_says_what_it_expects(
+    capsys: pytest.CaptureFixture[str], compiled: list[str], option: str, value: str, told: str
+) -> None:
+    code, _, error = _run(capsys, "warmup", option, value)
+    assert code == 2
+    assert told in error
+    assert compiled == []

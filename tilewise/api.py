@@ -31,7 +31,8 @@ def attention(
     """Exact attention, tile by tile: softmax(score(scale * q k^T), where the mask holds) v.
 
     q, k, v: (n, d), (batch, n, d) or (batch, heads, n, d), NumPy arrays or PyTorch tensors; the result is of the same
-    kind. k and v may have fewer heads (grouped queries) and another length; v another head dimension.
+    kind. Arrays of other libraries with DLPack (CuPy, JAX) are taken and given too, if PyTorch is installed.
+    k and v may have fewer heads (grouped queries) and another length; v another head dimension.
 
     causal: short for mask=tw.causal().  mask: an expression, or a boolean (True: may attend) or float (added) array.
     score: an expression over tw.S, the scaled score.  scale: 1 / sqrt(d) unless given.
@@ -180,11 +181,25 @@ def _run(
         from tilewise.pytorch import front
 
         out, lse = front.attention(q, k, v, lengths, kernel, options)
+    elif arrays.is_foreign(q):
+        out, lse = _run_foreign(q, k, v, lengths, kernel, options)
     else:
         call = prepare(q, k, v, **options) if lengths is None else prepare_varlen(q, k, v, *lengths, **options)
         done = dispatch.resolve(kernel, call.spec, call.shape).forward(call.spec, call.q, call.k, call.v)
         out, lse = call.restore(done.out), call.restore(done.lse)
     return (out, lse) if return_lse else out
+
+
+def _run_foreign(
+    q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Arrays of other libraries are computed on as tensors, in their own memory."""
+    taken = arrays.from_foreign
+    options = {name: taken(name, x) for name, x in options.items()}
+    if lengths is not None:
+        lengths = taken("lengths_q", lengths[0]), taken("lengths_k", lengths[1])
+    out, lse = _run(taken("q", q), taken("k", k), taken("v", v), lengths, kernel, True, options)
+    return arrays.to_foreign(out, q), arrays.to_foreign(lse, q)
 
 
 def _like_result(name: str, gradient: Any, result: Any) -> Any:

@@ -109,6 +109,33 @@ def like(result: Array, template: Any) -> Any:
     return result.view(template.dtype) if result.dtype == BFLOAT16 else result
 
 
+def is_foreign(x: Any) -> bool:
+    """Whether it is an array of another library (CuPy, JAX ...), which can hand over its memory by DLPack."""
+    return not is_array(x) and hasattr(x, "__dlpack__")
+
+
+def from_foreign(name: str, x: Any) -> Any:
+    """Another library's array as a tensor in the same memory; anything else as it is. `name`: of the argument."""
+    if not is_foreign(x):
+        return x
+    try:
+        import torch
+    except ImportError:
+        raise TypeError(
+            f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}; arrays of other libraries "
+            "are passed on by PyTorch, which is not installed: pip install torch"
+        ) from None
+    return torch.from_dlpack(x)
+
+
+def to_foreign(result: Any, template: Any) -> Any:
+    """A tensor in the library of another array, in the same memory; as it is if that library cannot take it."""
+    find = getattr(template, "__array_namespace__", None)
+    library = sys.modules.get(type(template).__module__.partition(".")[0]) if find is None else find()
+    take = getattr(library, "from_dlpack", None)
+    return result if take is None else take(result.detach())
+
+
 def widen(x: Array, dtype: npt.DTypeLike) -> Array:
     """Stored values as numbers to compute with."""
     if x.dtype == BFLOAT16:

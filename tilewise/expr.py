@@ -448,7 +448,7 @@ def load(array: Any, *index: Any, grad: bool = False) -> Expr:
 
     An index that is a plain variable (load(slopes, H)) must match the array's size; any other index is clamped to it.
     """
-    return load_slot(Loaded(array, grad), *index)
+    return load_slot(Loaded(arrays.from_foreign("load(array, ...)", array), grad), *index)
 
 
 def load_slot(slot: Loaded, *index: Any) -> Expr:

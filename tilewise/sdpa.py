@@ -13,6 +13,8 @@ from tilewise.api import attention
 from tilewise.dispatch import Unsupported
 from tilewise.expr import Expr, K, Q
 
+_TOP_LEFT = K <= Q  # how PyTorch aligns causal attention
+
 
 def scaled_dot_product_attention(
     query: Any,
@@ -38,10 +40,12 @@ def scaled_dot_product_attention(
     if dropout_p != 0:
         raise Unsupported(f"dropout_p: attention is computed without dropout, got {dropout_p!r}; pass 0.0")
     _check(query, key, value, enable_gqa)
+    if attn_mask is None and _is_plain(query, key, value):
+        return attention(query, key, value, mask=_TOP_LEFT if is_causal else None, scale=scale)
     batch, heads = _leading(query, key, value, enable_gqa)
     heads_k = _heads(key) if _heads(key) == _heads(value) else heads
     q, k, v = (_standard(x, batch, h) for x, h in ((query, heads), (key, heads_k), (value, heads_k)))
-    mask: Expr | None = K <= Q if is_causal else None
+    mask: Expr | None = _TOP_LEFT if is_causal else None
     score: Expr | None = None
     if attn_mask is not None:
         aligned = _aligned(attn_mask, batch, (heads, q.shape[2], k.shape[2]))
@@ -52,6 +56,13 @@ def scaled_dot_product_attention(
     out = attention(q, k, v, mask=mask, score=score, scale=scale)
     lead = (*batch, heads) if max(len(x.shape) for x in (query, key, value)) > 2 else ()
     return out.reshape((*lead, *out.shape[2:]))
+
+
+def _is_plain(query: Any, key: Any, value: Any) -> bool:
+    """Tensors that need no broadcasting: most calls, and this costs less than finding out what broadcasts to what."""
+    return arrays.is_torch(query) and all(
+        len(x.shape) == 4 and x.shape[:2] == query.shape[:2] and x.stride(3) == 1 for x in (query, key, value)
+    )
 
 
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:

@@ -16,8 +16,9 @@ extern "C" __global__ void attention(const __grid_constant__ Params params) {
         const int first = key / TILE_K * TILE_K;  // columns count from the first key of a tile
         const variant::Row here = variant::seen_from(row, first);
         const variant::Key place = variant::key(params, head, first, key - first);
+        const variant::Near near = variant::near_cells(here, place);
         const float s = row_of<float>(params.q, work.b, work.h, query)[key];
-        row_of<float>(params.out, work.b, work.h, query)[key] = variant::score(params, head, here, place, s);
-        row_of<float>(params.v, work.b, work.h, query)[key] = variant::mask(params, head, here, place);
+        row_of<float>(params.out, work.b, work.h, query)[key] = variant::score(params, head, here, place, near, s);
+        row_of<float>(params.v, work.b, work.h, query)[key] = variant::mask(params, head, here, place, near);
     }
 }

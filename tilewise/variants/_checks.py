@@ -30,6 +30,7 @@ def positive(variant: str, name: str, value: Any) -> float:
 
 def array(variant: str, name: str, value: Any, kind: str, ranks: range) -> Any:
     """An array of this kind ('bool', 'int', 'float') and one of these numbers of dimensions."""
+    value = arrays.from_foreign(f"{variant}: {name}", value)
     if not arrays.is_array(value):
         raise TypeError(f"{variant}: {name} must be a NumPy array or a PyTorch tensor, got {type(value).__name__}")
     if arrays.value_kind(value) != kind:

@@ -37,16 +37,24 @@ def prebuilt(source: Source, arch: str) -> bytes | None:
 
 def machine_code(source: Source, arch: str) -> bytes:
     """The cubin of a source for an architecture such as sm_90a; from the user's cache if it was ever compiled."""
-    files = disk.user_cache("cuda")
-    name = f"{key(source.text, arch, version())}.cubin"
-    found = files.read(name)
+    found = kept(source, arch)
     if found is None:
+        files = disk.user_cache("cuda")
         _logger.info("compiling the CUDA kernel %r for %s; later calls find it in %s", source.rung, arch, files.folder)
         started = time.perf_counter()
         found = by_nvrtc(source, arch)
-        _keep(files, name, found)
+        _keep(files, _name(source, arch), found)
         _logger.info("compiled it in %.1f s", time.perf_counter() - started)
     return found
+
+
+def kept(source: Source, arch: str) -> bytes | None:
+    """What was compiled before, and kept."""
+    return disk.user_cache("cuda").read(_name(source, arch))
+
+
+def _name(source: Source, arch: str) -> str:
+    return f"{key(source.text, arch, version())}.cubin"
 
 
 def key(text: str, arch: str, compiler: str = "") -> str:

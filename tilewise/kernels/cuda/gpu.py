@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from functools import cache
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 _SHARED_BY_DEFAULT = 48 << 10  # a kernel that needs more dynamic shared memory must ask for it
-_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class LaunchError(RuntimeError):
@@ -56,6 +56,11 @@ def zeros(count: int, device: int) -> Any:
     made = torch.zeros(count, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)
     return made
+
+
+def whole_numbers(count: int, device: int) -> Any:
+    """Room for them, on the current stream."""
+    return torch.empty(count, dtype=torch.int32, device=device)
 
 
 def moved(numbers: Any, device: int) -> Any:
@@ -116,17 +121,25 @@ def replace_address(tensor_map: Any, address: int) -> None:
         _check(error, f"a tensor map at {address:#x}")
 
 
-def launch(
-    function: Any, blocks: int, threads: int, shared_bytes: int, device: int, stream: int, arguments: int
-) -> None:
+def launch(function: Any, blocks: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
     """Start a kernel on a stream of the current device."""
     launch = _driver().cuLaunchKernel
     (error,) = launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
-    if error == _NO_CONTEXT:  # a thread's first call of CUDA: PyTorch had memory at hand, and asked for nothing
-        _check(_driver().cuCtxSetCurrent(_context(device))[0], f"making the context of device {device} current")
-        (error,) = launch(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
     if error:
         _check(error, f"launching {blocks} blocks of {threads} threads")
+
+
+_of_thread = threading.local()
+
+
+def ensure_context(device: int) -> None:
+    """The driver wants one, and a thread that never asked CUDA for anything has none: PyTorch may have had memory."""
+    if getattr(_of_thread, "device", None) != device:
+        error, context = _driver().cuCtxGetCurrent()
+        _check(error, "the current context")
+        if not int(context):
+            _check(_driver().cuCtxSetCurrent(_context(device))[0], f"making the context of device {device} current")
+        _of_thread.device = device
 
 
 @cache

@@ -10,13 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from tilewise import arrays
 from tilewise.arrays import Array
+from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.source import is_raw
 from tilewise.kernels.cuda.tensor_map import TensorMap
 from tilewise.schedule import Runs, plan
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import loads
 
 _L2_SHARE = 24 << 20  # bytes of k and v that stay in a GPU's L2 cache while tiles of several heads are taken in turns
 _PART = 64  # columns that one copy of TMA takes: 128 bytes
@@ -58,6 +61,8 @@ class Tables:
     record_batch: int = 0
     record_head: int = 0
     sizes: Array | None = None  # how many key tiles each query tile has
+    n_records: int = 0
+    most_tiles: int = 0  # of a record
 
 
 def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
@@ -117,7 +122,7 @@ def _records(spec: Attention, shape: Shape, tile: Tile) -> Tables:
     steps = _steps(every[..., 0])
     return Tables(
         _joined(every, *runs), tiles, n_sequences, runs_at=every.size, record_batch=steps[0], record_head=steps[1],
-        sizes=size,
+        sizes=size, n_records=every[..., 0].size, most_tiles=int(every[..., -1].max()),
     )  # fmt: skip
 
 
@@ -126,9 +131,21 @@ def _by_warpgroup(spec: Attention, part: Shape, tile: Tile) -> Runs:
     if part.n_k == 0:  # a tile to mask, so that there is one
         rows = -(-part.n_q // tile.q)
         return Runs(np.array([[0, 1, 0b010101]] * rows), np.arange(rows + 1)[None, None])
+    if spec.score is not None and any(map(_is_elsewhere, loads(spec.score))):
+        spec = replace(spec, score=None)  # scores of -inf need no mask; that all are in a tile, nobody can know
     if not spec.loaded:  # rows beyond the last query are computed as if they were there: no reason for a mask
         part = replace(part, n_q=-(-part.n_q // WARPGROUP_ROWS) * WARPGROUP_ROWS)
     return plan(spec, part, Tile(WARPGROUP_ROWS, tile.k)).joined(tile.q // WARPGROUP_ROWS, most_skipped=1)
+
+
+def _is_elsewhere(slot: Loaded) -> bool:
+    """Whether the host cannot look at an array."""
+    return arrays.device_name(slot.array) != "cpu"
+
+
+def is_unseen(spec: Attention) -> bool:
+    """Whether the mask reads arrays that the host cannot look at, so that tiles are PARTIAL for want of better."""
+    return spec.mask is not None and any(map(_is_elsewhere, loads(spec.mask)))
 
 
 def _records_of(made: Runs, fields: tuple[int, ...], tile: Tile, n_runs: int) -> Array:
@@ -210,6 +227,22 @@ def launch(
     full.next_item = next_item
     full.items, full.section = blocks(shape, made), _section(shape, made, at_once)
     full.binary_scale = LOG2_E * (call.scale if is_raw(spec) else 1)
+    return full  # type: ignore[no-any-return]
+
+
+REFINED_AT_MOST = 256 << 20  # bytes
+
+
+def refined_numbers(made: Tables) -> int:
+    """Whole numbers that refined records and their runs take: a run is at most a tile."""
+    return made.n_records * (RECORD + 3 * made.most_tiles)
+
+
+def refinement(call: Any, made: Tables) -> Structure:
+    """Refinement of source/refine.cu; a launch adds where the refined records go."""
+    full: Any = structs.refinement_type(len(call.arrays))()
+    full.params, full.records, full.most_tiles = call, call.sequences, made.most_tiles
+    full.record_batch, full.record_head = made.record_batch, made.record_head
     return full  # type: ignore[no-any-return]
 
 

@@ -141,6 +141,7 @@ class _Writer:
     statements: dict[Place, dict[str, Statement]] = field(default_factory=lambda: {place: {} for place in _NAMES})
     needed: dict[Place, set[str]] = field(default_factory=lambda: {place: set() for place in _NAMES})
     bounds: list[str] = field(default_factory=list)
+    cells: dict[tuple[str, str], Statement] = field(default_factory=dict)  # of a row's own, by where they are read
     starts: dict[str, str] = field(default_factory=dict)  # floats of rows that columns are added to or taken from
     told: list[Linear] = field(default_factory=list)  # bounds whose constants are told at run time
     _count: int = 0
@@ -151,7 +152,7 @@ class _Writer:
         self.statements[Place.SCORE] = {}
         term = self.written(value())
         self._need(term)
-        given = f"const Params& params, const Head& head, const Row& row, const Key& key{parameter}"
+        given = f"const Params& params, const Head& head, const Row& row, const Key& key, const Near& near{parameter}"
         body = _INDENT.join([*self._declarations(Place.SCORE), f"return {term.seen_from(Place.SCORE)};"])
         return f"{_INLINE} {result} {name}({given}) {{{_INDENT}{body}\n}}"
 
@@ -174,7 +175,24 @@ class _Writer:
         )
         moved = f"{_INLINE} Row seen_from(Row row, int first_key) {{{shifts}{_INDENT}return row;\n}}"
         told = "// A row whose bounds and starts are those of the tile that begins at first_key."
-        return [*structs, f"{told}\n{moved}"]
+        return [*structs, f"{told}\n{moved}", *self._near_cells()]
+
+    def _near_cells(self) -> list[str]:
+        """The struct of cells that are read before a score is computed, and functions that read them."""
+        kept = [x for x in self.cells.values() if x.uses[0].text in self.needed[Place.ROW]]
+        fields = "".join(f"{_INDENT}{x.type} {x.name};" for x in kept)
+        where = [tuple(term.text for term in x.uses) for x in kept]
+        one = ", ".join(f"row.{cells}.read(key.{at})" for cells, at in where)
+        two = "".join(
+            f"{_INDENT}row.{cells}.read_two(key.{at}, next.{at}, two[0].{x.name}, two[1].{x.name});"
+            for x, (cells, at) in zip(kept, where, strict=True)
+        )
+        given = "const Row& row, const Key& key"
+        return [
+            f"struct Near {{{fields}\n}};",
+            f"{_INLINE} Near near_cells({given}) {{ return {{{one}}}; }}",
+            f"{_INLINE} void near_cells({given}, const Key& next, Near (&two)[2]) {{{two}\n}}",
+        ]
 
     def _struct(self, place: Place) -> str:
         name, variables = _STRUCTS[place], _VARIABLES[place]
@@ -347,8 +365,18 @@ class _Writer:
         cells = self.emit(f"cells_of<{stored}>({array})", (), f"Cells<{stored}>")
         for offset in sorted(offsets[False], key=lambda term: term.place):
             cells = self.emit("{0}.moved({1})", (cells, offset), f"Cells<{stored}>")
+        if [(x.place, x.type) for x in offsets[True]] == [(Place.KEY, "int")] and cells.place == Place.ROW:
+            return self._near(cells, offsets[True][0], type_)
         places = " + ".join(f"{{{i + 1}}}" for i in range(len(offsets[True]))) or "0"
         return self.emit(f"{{0}}.read({places})", (cells, *offsets[True]), type_)
+
+    def _near(self, cells: Term, offset: Term, type_: str) -> Term:
+        """A row's own cell; its neighbour is likely to be wanted next: kernels read them before, two at a time."""
+        cell = (cells.text, offset.text)
+        if cell not in self.cells:
+            self.cells[cell] = Statement(f"n{len(self.cells)}", type_, "", (cells, offset))
+        found = self.cells[cell]
+        return Term(self.statement(type_, f"near.{found.name}", Place.SCORE, found.uses), type_, Place.SCORE)
 
 
 class _Variables(dict[str, Term]):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.choice import chosen
-from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import Rung
+from tilewise.kernels.cuda.marshal import Tables, View
+from tilewise.kernels.cuda.rungs import REFINE, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.spec import Attention, Shape, Tile
 
@@ -23,8 +24,9 @@ class Prepared:
     """
 
     def __init__(
-        self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Any
-    ) -> None:
+        self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Any,
+        refining: Refining | None = None,
+    ) -> None:  # fmt: skip
         self._device, self._blocks = device, blocks
         self._threads, self._shared_bytes = source.threads, source.shared_bytes
         self._kernel = launcher.loaded(source, device)
@@ -32,6 +34,7 @@ class Prepared:
         self._next_item = type(params).next_item.offset // _WORD if _is_persistent(params) else None
         self._tables = tables  # held: the template has their address
         self._streams: set[int] = set()  # those on which the tables were ever read
+        self._refining = refining
 
     def launch(self, addresses: Sequence[int]) -> None:
         """On the current stream of the device; the addresses of q, k, v, out, lse, the loaded arrays, and of sinks, if
@@ -39,6 +42,7 @@ class Prepared:
         if gpu.current_device() != self._device:
             with gpu.as_current(self._device):
                 return self.launch(addresses)
+        gpu.ensure_context(self._device)
         stream, capturing = gpu.current_stream(self._device), gpu.is_capturing()
         room = launcher.take_room()
         room.bytes[: len(self._template)] = self._template
@@ -48,10 +52,12 @@ class Prepared:
             for tensor_map, address in zip(room.maps, addresses, strict=False):
                 gpu.replace_address(tensor_map, address)
             room.words[self._next_item] = launcher.count_on(self._device, stream, capturing)
+        if self._refining is not None:
+            refined = self._refining.launch(addresses)  # held until the launch: another thread may use this stream
+            for place, address in self._refining.places_in(refined):
+                room.words[place] = address
         self._hold(stream, capturing)
-        gpu.launch(
-            self._kernel.function, self._blocks, self._threads, self._shared_bytes, self._device, stream, room.arguments
-        )
+        gpu.launch(self._kernel.function, self._blocks, self._threads, self._shared_bytes, stream, room.arguments)
         launcher.give_back(room)
         return None
 
@@ -63,6 +69,30 @@ class Prepared:
             self._streams.add(stream)
 
 
+class Refining:
+    """What runs before a kernel whose mask reads arrays of the GPU: the tiles' kinds are looked up there.
+
+    Each launch has records of its own: another may run beside it, with other arrays.
+    """
+
+    def __init__(self, prepared: Prepared, params: Any, made: Tables, device: int) -> None:
+        self._prepared, self._device = prepared, device
+        self._numbers, self._runs_at = marshal.refined_numbers(made), 4 * marshal.RECORD * made.n_records
+        runs = type(params).params.offset + type(params.params).runs.offset
+        self._places = [type(params).records.offset // _WORD, runs // _WORD]
+
+    def launch(self, addresses: Sequence[int]) -> Any:
+        """The refined records and their runs, in memory of the stream, which what follows on it may read."""
+        refined = gpu.whole_numbers(self._numbers, self._device)
+        self._prepared.launch([*addresses, refined.data_ptr()])
+        return refined
+
+    def places_in(self, refined: Any) -> Iterator[tuple[int, int]]:
+        """Which words of the kernel's parameters have which addresses."""
+        first = refined.data_ptr()
+        return zip(self._places, (first, first + self._runs_at), strict=True)
+
+
 def prepare(
     named: Rung | None, spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View],
     sinks: View | None, device: int, tile: Tile | None = None,
@@ -71,6 +101,7 @@ def prepare(
 
     views: q, k, v, out and lse. loaded: the arrays that the variant reads, in the order of spec.loaded.
     """
+    gpu.ensure_context(device)
     rung = chosen(named, shape, views, gpu.capability(device))
     tile = rung.fitting(tile or rung.default_tile(spec, shape), shape)
     tables, numbers = launcher.tables_on(device, spec, shape, tile, rung)
@@ -86,13 +117,28 @@ def prepare(
         maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
         blocks = min(blocks, gpu.multiprocessors(device))
         params = marshal.launch(params, spec, shape, tables, maps, 0, blocks)
-    return Prepared(device, source, blocks, params, _places(params, order, sinks is not None), numbers)
+    refining = _refining(spec, shape, tile, params, tables, order, device, numbers) if rung.persistent else None
+    return Prepared(device, source, blocks, params, _places(params, order, sinks is not None), numbers, refining)
+
+
+def _refining(
+    spec: Attention, shape: Shape, tile: Tile, params: Any, tables: Tables, order: Sequence[int], device: int,
+    numbers: Any,
+) -> Refining | None:  # fmt: skip
+    if not marshal.is_unseen(spec) or 4 * marshal.refined_numbers(tables) > marshal.REFINED_AT_MOST:
+        return None
+    source, _ = assembled(REFINE, spec, shape, tile)
+    source = replace(source, shared_bytes=tables.most_tiles * tile.q // 32)
+    call = marshal.refinement(params.params, tables)
+    places = [*_places(call, order, spec.sinks is not None), type(call).refined.offset // _WORD]
+    return Refining(Prepared(device, source, tables.n_records, call, places, numbers), params, tables, device)
 
 
 def _places(params: Any, order: Sequence[int], has_sinks: bool) -> list[int]:
     """Where the addresses of a launch stand in its parameters, counted in words; `order`: of the loaded arrays."""
-    inner = type(params.params if _is_persistent(params) else params)
-    first = type(params).params.offset if _is_persistent(params) else 0
+    has_more = hasattr(params, "params")  # Launch and Refinement have Params in them
+    inner = type(params.params if has_more else params)
+    first = type(params).params.offset if has_more else 0
     offsets = [getattr(inner, name).offset for name in ("q", "k", "v", "out", "lse")]
     offsets += [inner.arrays.offset + i * ctypes.sizeof(structs.Slot) for i in order]
     offsets += [inner.sinks.offset] if has_sinks else []

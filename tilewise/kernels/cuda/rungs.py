@@ -119,7 +119,7 @@ class ForwardSm90:
             sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
             is_long = shape.n_q // sequences >= 2048 and not spec.batch_invariant
             return Tile(192, 96) if is_long else Tile(128, 128)
-        return Tile(128, 128 if largest <= 128 else 96 if largest <= 192 else 80)
+        return Tile(128, 128 if largest <= 128 else 96 if largest <= 192 else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         queries = 192 if tile.q >= 192 and max(shape.d, shape.d_v) <= 64 else 128
@@ -154,6 +154,31 @@ class ForwardSm90:
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.k, _up(shape.d_v, 16)})}
 
 
+class Refine:
+    """No kernel of the ladder: it looks at masks before one. Assembled as they are."""
+
+    name, folder, planned, persistent = "refine", SOURCES, True, False
+
+    def unsupported(self, shape: Shape) -> str | None:
+        return None
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return RUNGS["forward_sm90"].default_tile(spec, shape)
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
+        return tile
+
+    def threads(self, tile: Tile) -> int:
+        return 1024 // tile.q * tile.q
+
+    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
+        # A launch says how much memory is shared: a byte for each warp of a tile's queries and each key tile.
+        return {"SHARED_BYTES": 0, "THREADS": self.threads(tile)}
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {}
+
+
 _PLAIN = Attention(scale=1.0)
 
 
@@ -162,3 +187,4 @@ def _up(n: int, multiple: int) -> int:
 
 
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
+REFINE: Rung = Refine()

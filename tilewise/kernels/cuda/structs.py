@@ -72,6 +72,22 @@ def launch_type(n_arrays: int) -> type[Structure]:
     return Launch
 
 
+@cache
+def refinement_type(n_arrays: int) -> type[Structure]:
+    """Refinement of source/refine.cu."""
+
+    class Refinement(Structure):
+        _fields_ = [
+            ("params", params_type(n_arrays)),
+            ("records", c_void_p),
+            *((name, c_int32) for name in ("record_batch", "record_head")),
+            ("refined", c_void_p),
+            ("most_tiles", c_int32),
+        ]  # fmt: skip
+
+    return Refinement
+
+
 def aligned(kind: type[Structure]) -> Any:
     """A structure at an address that is a multiple of 64, with room for C++ to round its size up to one."""
     room = (c_byte * (sizeof(kind) + 2 * _ALIGNMENT))()

@@ -35,6 +35,7 @@ struct Consumer {
     uint32 q[Q_IN_REGISTERS ? DEPTH / 16 : 1][4];
     int rows_left;  // of the sequence, from the thread's first row
     int skipped = 0;  // tiles whose k was skipped, and v not yet
+    bool cautious;  // this warp had to compute a tile of the item again: scores differ too much for speculation
     Places places;  // of the item, if scores need them in every tile
 
     __device__ __forceinline__ Consumer(const Launch& launch, const Shared& shared, int number)
@@ -49,7 +50,7 @@ struct Consumer {
         if (PING_PONG) hw::barrier_sync(threadIdx.x / 128, 256);
     }
     __device__ __forceinline__ void pass_turn() const {
-        if (PING_PONG) hw::barrier_arrive(3 - threadIdx.x / 128, 256);
+        if (PING_PONG) hw::barrier_arrive(threadIdx.x / 128 % WARPGROUPS + 1, 256);
     }
     __device__ __forceinline__ void free_k() {
         arrive(shared.k_free(k_ring.stage));
@@ -171,9 +172,17 @@ struct Consumer {
         if (keys.kind == PARTIAL) score<true>();
         else score<false>();
         rows.begin(launch);
+        cautious = false;
         free_k();
     }
 
+    // All warps of a warpgroup must wait for products at the same place of the program, whatever each has to compute.
+    __device__ __forceinline__ void wait_for_p_v() {
+        hw::pin(rows.s);
+        hw::wgmma_wait_in_place(launch.items > 0);
+        hw::pin(acc);
+        hw::pin(p);
+    }
     // A tile with a mask: the online softmax as it is written everywhere.
     __device__ __forceinline__ void masked_step() {
         keys.take_tile();
@@ -182,51 +191,52 @@ struct Consumer {
         free_k();
         float rescale[2];
         const bool needed = rows.exact(launch, rescale, PATIENCE);
-        hw::pin(rows.s);
-        if (needed) {
-            hw::wgmma_wait<0>();
-            hw::pin(acc);
-            rescale_acc(rescale);
-        } else {
-            hw::wgmma_wait_alone();
-            hw::pin(acc);
-        }
-        hw::pin(p);
+        wait_for_p_v();
+        if (needed) rescale_acc(rescale);
         free_v();
         skip_v();
         pack_p();
     }
-    // A tile without one: speculation.
+    // A tile without one: speculation, as long as it serves.
     __device__ __forceinline__ void full_step() {
         keys.take_tile();
         begin_products();
         score<false>();
-        float sums[2];
-        rows.speculate(launch, sums, [&] {
-            hw::pin(rows.s);
-            hw::pin(sums);
-            hw::wgmma_wait_in_place(launch.items > 0);
-            hw::pin(acc);
-            hw::pin(p);
-        });
-        pack_p();
-        if (rows.is_safe(sums, rows_left)) {
-            rows.row_sum[0] += sums[0];
-            rows.row_sum[1] += sums[1];
-        } else {
-            float rescale[2];
-            if (rows.is_finite(sums, rows_left)) {
-                rows.tame(sums, rescale);
-            } else {
-                multiply_q_k_again();
-                score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
-                rows.exact(launch, rescale, 0.0f);
-            }
-            rescale_acc(rescale);
+        float rescale[2], sums[2] = {};
+        bool needed = false;
+        if (cautious) needed = rows.exact(launch, rescale, PATIENCE);
+        else rows.speculate_first(launch, sums);
+        hw::pin(sums);
+        wait_for_p_v();
+        if (cautious) {
+            if (needed) rescale_acc(rescale);
             pack_p();
+        } else {
+            rows.speculate_rest(launch, sums);
+            pack_p();
+            look_at(sums);
         }
         free_k();
         free_v();
+    }
+    // Whether speculation served; if not, what p should have been.
+    __device__ __forceinline__ void look_at(const float (&sums)[2]) {
+        if (rows.is_safe(sums, rows_left)) {
+            rows.row_sum[0] += sums[0];
+            rows.row_sum[1] += sums[1];
+            return;
+        }
+        float rescale[2];
+        if (rows.is_finite(sums, rows_left)) {
+            rows.tame(sums, rescale);
+        } else {
+            multiply_q_k_again();
+            score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
+            rows.exact(launch, rescale, 0.0f);
+            cautious = true;
+        }
+        rescale_acc(rescale);
+        pack_p();
     }
     // Issue this tile's s and the last tile's p @ v; wait for s.
     __device__ __forceinline__ void begin_products() {
@@ -287,11 +297,12 @@ struct Consumer {
 
     // -- all items of a block -------------------------------------------------------------------------------------------
     __device__ __forceinline__ bool wait_for_item() {
+        hw::mbarrier_wait(shared.item_full(items.stage), items.parity);
         hw::mbarrier_wait(shared.q_full(), q_ring.parity);
         return __shfl_sync(~0u, item().n_runs, 0) > 0;
     }
     __device__ __forceinline__ void run() {
-        if (PING_PONG && number == 1) pass_turn();
+        if (PING_PONG && number == WARPGROUPS - 1) pass_turn();  // the first one begins
         if (!wait_for_item()) return;
         begin_item();
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -326,10 +337,7 @@ struct Consumer {
                 begin_item();
                 begin_products();
                 first_tile();
-                hw::pin(rows.s);
-                hw::wgmma_wait_in_place(launch.items > 0);
-                hw::pin(acc);
-                hw::pin(p);
+                wait_for_p_v();
                 free_v();
                 skip_v();
                 pack_p();
@@ -345,8 +353,7 @@ struct Consumer {
                 skip_v();
             }
             store(shared.item(done), row_max, row_sum);
-            __syncwarp();
-            arrive(shared.item_free(done));
+            hw::mbarrier_arrive(shared.item_free(done));  // each thread for itself: all have read it
             if (!more) return;
         }
     }

@@ -76,7 +76,6 @@ INLINE void wgmma_wait_in_place(bool always) {
     if (always) asm volatile("wgmma.wait_group.sync.aligned 0; // as always" ::: "memory");
     else asm volatile("wgmma.wait_group.sync.aligned 0; // never" ::: "memory");
 }
-INLINE void wgmma_wait_alone() { asm volatile("wgmma.wait_group.sync.aligned 0; // nothing to do" ::: "memory"); }
 
 // The same product for one warp, and at once: d (16 x 8) += a (16 x 16) @ b (16 x 8).
 INLINE void mma(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {

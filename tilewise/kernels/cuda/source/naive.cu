@@ -31,9 +31,10 @@ extern "C" __global__ void __launch_bounds__(TILE_Q) attention(const __grid_cons
         // 3 score
         const variant::Row here = variant::seen_from(row, key);
         const variant::Key place = variant::key(params, head, key, 0);
-        s = variant::score(params, head, here, place, s);
+        const variant::Near near = variant::near_cells(here, place);
+        s = variant::score(params, head, here, place, near, s);
         // 4 mask
-        if (!variant::mask(params, head, here, place)) s = -INFINITY;
+        if (!variant::mask(params, head, here, place, near)) s = -INFINITY;
         // 5 row_max, rescale, p, row_sum
         const float new_max = fmaxf(row_max, s), shift = finite(new_max);
         const float rescale = expf(row_max - shift), p = expf(s - shift);

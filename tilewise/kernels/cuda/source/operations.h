@@ -44,6 +44,21 @@ template <class Stored> struct Cells {
     const Stored* first;
     __device__ __forceinline__ Cells moved(int64 cells) const { return {first + cells}; }
     template <class Index> __device__ __forceinline__ auto read(Index cell) const { return widen(first[cell]); }
+    // Two cells, in one go if they are neighbours and lie so that they can be.
+    template <class Value> __device__ __forceinline__ void read_two(int a, int b, Value& x, Value& y) const {
+        struct alignas(2 * sizeof(Stored)) Two {
+            Stored x, y;
+        };
+        Two two;
+        if (b == a + 1 && reinterpret_cast<unsigned long long>(first + a) % sizeof(Two) == 0) {
+            two = *reinterpret_cast<const Two*>(first + a);
+        } else {
+            two.x = first[a];
+            two.y = first[b];
+        }
+        x = widen(two.x);
+        y = widen(two.y);
+    }
 };
 template <class Stored> __device__ __forceinline__ Cells<Stored> cells_of(const Slot& slot) {
     return {reinterpret_cast<const Stored*>(slot.data)};

@@ -1,6 +1,8 @@
 // What the producer and the consumers of a Hopper kernel share: sizes, shared memory and its barriers, the item at hand.
 #pragma once
 
+#include "items.h"
+
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Tiles lie in shared memory as the copy engine swizzles them: parts of 64 columns, whose rows have 128 bytes.
@@ -21,16 +23,6 @@ struct Launch {  // as in ../structs.py
     float binary_scale;  // what makes a score as it is kept a power of 2
 };
 
-// A query tile of one head. Its runs are those of the plan, the first few at hand; a run has a kind for each warpgroup,
-// two bits each.
-constexpr int RUNS_AT_HAND = 3;
-struct Item {
-    Work work;
-    int n_runs, first_run;  // no runs: there are no more items
-    Run runs[RUNS_AT_HAND];
-    int unused;
-};
-static_assert(sizeof(Item) == 128, "a warp copies an item at once");
 constexpr int ITEMS = 4;  // one is stored, one computed, one loaded and one made ready at a time
 
 // Where a pipeline stands: a stage, and the parity of its barriers' phase.
@@ -90,7 +82,7 @@ struct Shared {
         }
         for (int i = 0; i < ITEMS; i++) {
             hw::mbarrier_init(item_full(i), 1);
-            hw::mbarrier_init(item_free(i), CONSUMER_WARPS + 1);
+            hw::mbarrier_init(item_free(i), (CONSUMER_WARPS + 1) * 32);
         }
         hw::fence_mbarrier_init();
     }

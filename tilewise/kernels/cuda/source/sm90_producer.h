@@ -102,8 +102,7 @@ struct Loader {
                     v_is_next(item.work, tile);
                 }
             }
-            __syncwarp();
-            if (lane == 0) hw::mbarrier_arrive(shared.item_free(items.stage));
+            hw::mbarrier_arrive(shared.item_free(items.stage));
             items.advance();
         }
         load_v();

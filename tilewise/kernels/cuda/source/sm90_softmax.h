@@ -38,24 +38,35 @@ template <int KEYS> struct Softmax {
     float row_max[2];
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
 
-    // 3 score, 4 mask
+    // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
+    static constexpr int BATCH = 4;
     template <bool MASKED>
     __device__ __forceinline__ void score(const Params& params, const Places& places, int tile, int lane) {
         const int first_key = tile * KEYS + lane % 4 * 2;  // so that columns below are constants
         const variant::Row rows[2] = {variant::seen_from(places.rows[0], first_key),
                                       variant::seen_from(places.rows[1], first_key)};
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; n++)
+        for (int first = 0; first < KEYS / 8; first += BATCH) {
+            variant::Key keys[BATCH][2];
+            variant::Near near[BATCH][2][2];
 #pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const variant::Key key = variant::key(params, places.head, first_key, n * 8 + e);
+            for (int i = 0; i < BATCH && first + i < KEYS / 8; i++) {
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    float& x = s[n * 4 + half * 2 + e];
-                    if (SCORED) x = variant::score(params, places.head, rows[half], key, x * params.scale);
-                    if (MASKED && !variant::mask(params, places.head, rows[half], key)) x = -INFINITY;
-                }
+                for (int e = 0; e < 2; e++)
+                    keys[i][e] = variant::key(params, places.head, first_key, (first + i) * 8 + e);
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    variant::near_cells(rows[half], keys[i][0], keys[i][1], near[i][half]);
             }
+#pragma unroll
+            for (int i = 0; i < 4 * BATCH && first + i / 4 < KEYS / 8; i++) {
+                const int n = i / 4, half = i / 2 % 2, e = i % 2;
+                float& x = s[first * 4 + i];
+                const auto& at = near[n][half][e];
+                if (SCORED) x = variant::score(params, places.head, rows[half], keys[n][e], at, x * params.scale);
+                if (MASKED && !variant::mask(params, places.head, rows[half], keys[n][e], at)) x = -INFINITY;
+            }
+        }
     }
 
     // 5 row_max, rescale, p, row_sum
@@ -103,18 +114,21 @@ template <int KEYS> struct Softmax {
     }
 
     // p with the row_max of the tiles before: no maximum, no exchange between threads. A row that had no key yet comes to
-    // infinity. `meanwhile` runs when most exponentials are under way.
-    template <class Meanwhile>
-    __device__ __forceinline__ void speculate(const Launch& launch, float (&sums)[2], Meanwhile meanwhile) {
-        const float scale = launch.binary_scale, shift[2] = {-row_max[0], -row_max[1]};
+    // infinity. The first part is done while products are under way, the rest after they were waited for.
+    __device__ __forceinline__ void speculate_first(const Launch& launch, float (&sums)[2]) {
         sums[0] = sums[1] = 0;
+        speculate<0, KEYS / 16 * EIGHTHS_BEFORE_WAIT>(launch, sums);
+    }
+    __device__ __forceinline__ void speculate_rest(const Launch& launch, float (&sums)[2]) {
+        speculate<KEYS / 16 * EIGHTHS_BEFORE_WAIT, KEYS / 2>(launch, sums);
+    }
+    template <int FIRST, int LAST> __device__ __forceinline__ void speculate(const Launch& launch, float (&sums)[2]) {
+        const float scale = launch.binary_scale, shift[2] = {-row_max[0], -row_max[1]};
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) {
-            if (i == KEYS / 16 * EIGHTHS_BEFORE_WAIT) meanwhile();
+        for (int i = FIRST; i < LAST; i++) {
             s[i] = exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
             sums[i / 2 % 2] += s[i];
         }
-        if (EIGHTHS_BEFORE_WAIT == 8) meanwhile();
     }
     // Whether all rows of the warp are: those beyond the last query may be anything.
     __device__ __forceinline__ static bool is_safe(const float (&sums)[2], int rows_left) {

@@ -1,0 +1,107 @@
+"""Plans that a GPU makes for itself, where masks read arrays that the host has not seen: on the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tests.cuda.test_ops import needs_compiler
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.expr import B, H, K, Q, load
+from tilewise.kernels.cuda import marshal, simulator, structs
+from tilewise.kernels.cuda.marshal import View
+from tilewise.kernels.cuda.rungs import REFINE, RUNGS
+from tilewise.kernels.cuda.source import assembled
+from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.schedule import Kind
+from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import evaluate
+
+pytestmark = needs_compiler
+
+SHAPE = Shape(2, 4, 2, 300, 420, 64, 64, dtype="bfloat16")
+EVERY_PLAN = (B >= 0) & (H >= 0) & (K >= 0)  # so that records differ by batch and head
+RNG = np.random.default_rng(0)
+IDS_Q, IDS_K = (np.sort(RNG.integers(0, 5, (2, n))).astype(np.int32) for n in (300, 420))
+MASKS = {
+    "document": tw.document(IDS_Q, IDS_K),
+    "dense": tw.dense(RNG.random((300, 420)) < 0.01),
+    "heads": load(RNG.integers(0, 400, 4).astype(np.int32), H) >= K,
+    "nothing": load(np.zeros(300, np.int32), Q) > 0,
+    "everything": load(np.ones(420, np.int32), K) > 0,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("tile", [Tile(128, 64), Tile(192, 96)], ids=str)
+def test_kinds_are_those_of_the_scores(mask: str, tile: Tile) -> None:
+    spec = Attention(1.0, MASKS[mask])
+    refined = _refined(spec, tile)
+    want = _kinds(spec, tile)
+    for b in range(SHAPE.batch):
+        for h in range(SHAPE.heads):
+            for record, runs in refined[b, h]:
+                _check(want[b, h], runs, record, tile)
+
+
+def _check(want: Array, runs: list[tuple[int, int, int]], record: Array, tile: Tile) -> None:
+    """Each warpgroup's kinds are the scores' own, but for EMPTY tiles that it visits beside another, masked."""
+    parts = tile.q // 64
+    first = record[structs.ITEM_PLACES["first_query"]] // 64
+    found = np.zeros((parts, want.shape[1]), int)
+    for start, stop, kinds in runs:
+        for part in range(parts):
+            found[part, start:stop] = kinds >> 2 * part & 3
+    visited = np.flatnonzero((found != Kind.EMPTY).any(axis=0))
+    assert len(visited) > 0
+    for part in range(parts):
+        exact = want[first + part] if first + part < len(want) else np.zeros(want.shape[1], int)
+        assert np.all(found[part][exact != Kind.EMPTY] == exact[exact != Kind.EMPTY])
+        assert found[part].any(), "a warpgroup has a tile"
+        left_out = np.setdiff1d(visited, np.flatnonzero(found[part]))
+        assert set(left_out) <= {visited[0], visited[-1]}
+    empty_for_all = [i for i in range(want.shape[1]) if not want[first : first + parts, i].any()]
+    if len(empty_for_all) < want.shape[1]:
+        assert not set(empty_for_all) & set(visited)
+
+
+def _kinds(spec: Attention, tile: Tile) -> Array:
+    """(batch, heads, rows of 64, key tiles), score by score."""
+    b, h, q, k = np.ix_(*(np.arange(n) for n in (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)))
+    shape = (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)
+    holds = np.broadcast_to(evaluate(spec.mask, SHAPE.env(b, h, q, k), numpy_ops(np.float32)), shape)
+    kinds = np.zeros((*shape[:2], -(-SHAPE.n_q // 64), -(-SHAPE.n_k // tile.k)), int)
+    for i, j in np.ndindex(kinds.shape[2:]):
+        part = holds[:, :, 64 * i : 64 * (i + 1), tile.k * j : tile.k * (j + 1)]
+        whole = (j + 1) * tile.k <= SHAPE.n_k
+        full = part.all(axis=(2, 3)) & whole
+        kinds[:, :, i, j] = np.where(full, Kind.FULL, np.where(part.any(axis=(2, 3)), Kind.PARTIAL, Kind.EMPTY))
+    return kinds
+
+
+def _refined(spec: Attention, tile: Tile) -> dict[tuple[int, int], list[tuple[Array, list[tuple[int, int, int]]]]]:
+    """For each batch index and head the records that refine.cu makes, with their runs."""
+    made = marshal.tables(Attention(1.0, EVERY_PLAN), SHAPE, tile, RUNGS["forward_sm90"])
+    made.numbers[made.runs_at :].reshape(-1, 3)[:, 2] = 0b010101  # nothing is known but that keys may count
+    source, slots = assembled(REFINE, spec, SHAPE, tile, simulator.headers())
+    loaded = [View.of_numpy(arrays.as_numpy(slot.array)) for slot in slots]
+    params = marshal.params(spec, SHAPE, made, int(made.numbers.ctypes.data), {}, None, loaded, source.constants)
+    call: Any = marshal.refinement(params, made)
+    room = np.full(marshal.refined_numbers(made), -1, np.int32)
+    call.refined = int(room.ctypes.data)
+    shared = made.most_tiles * tile.q // 32
+    simulator.compile_source(source.text).launch(call, grid=made.n_records, threads=source.threads, shared_bytes=shared)
+    records = room[: made.n_records * marshal.RECORD].reshape(SHAPE.batch, SHAPE.heads, -1, marshal.RECORD)
+    runs = room[records.size :].reshape(-1, 3)
+    at = structs.ITEM_PLACES
+    return {
+        (b, h): [
+            (record, [tuple(run) for run in runs[record[at["first_run"]] :][: record[at["n_runs"]]].tolist()])
+            for record in records[b, h]
+        ]
+        for b, h in np.ndindex(records.shape[:2])
+    }
