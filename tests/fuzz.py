@@ -3,6 +3,9 @@
 Case i is made from the seed SEED + i alone, so `--only SEED` makes one of them again. A case is a call of random sizes,
 strides, types, magnitudes, variant and tile, forward and perhaps backward. Its results must be within the contract, the
 same bits the second time, and its inputs untouched; many arrays end at a page that no one may touch.
+
+Kernels for tensor cores get calls that they can compute (--half-share). On a GPU, where each kernel compiles for
+seconds, calls share them (--pool): `python tests/fuzz.py --kernel cuda --cases 2000 --jobs 12`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,6 +29,7 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the reference's matrices are too small to share
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it is not run from the project's folder
 
+from tests.fuzzing.draw import Wanted
 from tests.fuzzing.judge import Verdict, judge
 from tests.fuzzing.memory import Memory
 from tilewise import dispatch
@@ -35,6 +40,7 @@ MOST_FAILURES = 10
 MOST_LUCK, MOST_LUCK_OF_A_KIND = 0.05, 0.15  # the share of results that may need the bound of rounding ...
 LUCK_SPARES = 5  # ... once there are some
 PATIENCE = 120.0  # seconds for one case, after which it is taken to hang
+POOL = 72  # kinds of calls on a GPU: a number that most numbers of jobs divide, so that few compile the same
 ENVIRONMENT = ("TILEWISE_CPU_ISA", "OMP_NUM_THREADS")  # what a replay needs as well
 _fork = multiprocessing.get_context("fork")  # kernels need not be picklable; nothing has been computed before
 
@@ -45,8 +51,8 @@ _fork = multiprocessing.get_context("fork")  # kernels need not be picklable; no
 class Worker:
     """A process that judges one seed after the other. It may crash or hang: the seed it is at is known outside."""
 
-    def __init__(self, kernel: Kernel, seeds: range, backward_share: float) -> None:
-        self.kernel, self.seeds, self.backward_share = kernel, seeds, backward_share
+    def __init__(self, kernel: Kernel, seeds: range, wanted: Wanted) -> None:
+        self.kernel, self.seeds, self.wanted = kernel, seeds, wanted
         self._at: Any = _fork.RawArray("d", [seeds.start, time.monotonic()])  # the seed, and when it was begun
         self.receive, send = _fork.Pipe(duplex=False)
         self._ended = False
@@ -62,7 +68,7 @@ class Worker:
             if os.getppid() != parent:  # no one listens any more
                 return
             self._at[:] = [seed, time.monotonic()]
-            send.send((seed, judge(self.kernel, seed, memory, self.backward_share)))
+            send.send((seed, judge(self.kernel, seed, memory, self.wanted)))
         send.send(None)
 
     def results(self) -> Iterator[tuple[int, Verdict] | None]:
@@ -88,7 +94,7 @@ class Worker:
         """Another process for the seeds after the one it is at."""
         self.stop()
         rest = range(int(self._at[0]) + self.seeds.step, self.seeds.stop, self.seeds.step)
-        return Worker(self.kernel, rest, self.backward_share)
+        return Worker(self.kernel, rest, self.wanted)
 
     @property
     def seed(self) -> int:
@@ -100,10 +106,10 @@ class Worker:
         self.receive.close()
 
 
-def run(kernel: Kernel, seeds: range, backward_share: float, jobs: int) -> Report:
+def run(kernel: Kernel, seeds: range, wanted: Wanted, jobs: int) -> Report:
     """Judge every seed, or until there are enough failures, or the user has seen enough."""
     report = Report()
-    workers = [Worker(kernel, seeds[i::jobs], backward_share) for i in range(min(jobs, len(seeds)))]
+    workers = [Worker(kernel, seeds[i::jobs], wanted) for i in range(min(jobs, len(seeds)))]
     try:
         while workers and len(report.failures) < MOST_FAILURES:
             wait([worker.receive for worker in workers], timeout=1.0)
@@ -216,6 +222,9 @@ def _counts(counter: Counter[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
+    wanted = _wanted(options)
+    if wanted.device == "cuda":
+        _import_torch()
     kernel = dispatch.kernel(options.kernel)
     reason = kernel.unavailable()
     if reason is not None:
@@ -224,25 +233,44 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = range(options.seed, options.seed + options.cases)
     if options.only is not None:
         seeds = range(options.only, options.only + 1)
-    report = run(kernel, seeds, options.backward_share, options.jobs)
+    report = run(kernel, seeds, wanted, options.jobs)
     for seed, failure in report.failures:
-        print(f"FAILED: {failure}\n  again: {_replay(options, seed)}\n")
+        print(f"FAILED: {failure}\n  again: {_replay(options.kernel, wanted, seed)}\n")
     print(report.summary())
     if report.too_lucky is not None:
         print(f"FAILED: {report.too_lucky}")
     return 1 if report.failures or report.too_lucky else 130 if report.interrupted else 0
 
 
-def _replay(options: argparse.Namespace, seed: int) -> str:
+def _wanted(options: argparse.Namespace) -> Wanted:
+    """What the options say, and where they say nothing what suits the kernel."""
+    system, _, rung = options.kernel.partition("/")
+    half_share, pool, device = options.half_share, options.pool, "cuda" if system == "cuda" else "cpu"
+    if half_share is None:
+        half_share = 0.0 if not system.startswith("cuda") else {"forward_sm90": 1.0, "": 0.5}.get(rung, 0.0)
+    if pool is None and device == "cuda":
+        pool = POOL
+    return Wanted(options.backward_share, half_share, pool, device)
+
+
+def _import_torch() -> None:
+    """So that it finds the GPU without a word to the driver: no process that has begun CUDA may fork."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with suppress(ImportError):  # the kernel will tell
+        import torch  # noqa: F401
+
+
+def _replay(kernel: str, wanted: Wanted, seed: int) -> str:
     environment = [f"{name}={shlex.quote(os.environ[name])}" for name in ENVIRONMENT if name in os.environ]
-    share = f"--backward-share {options.backward_share:g}"
-    return " ".join([*environment, f"python tests/fuzz.py --kernel {options.kernel} --only {seed} {share}"])
+    shares = f"--backward-share {wanted.backward_share:g} --half-share {wanted.half_share:g}"
+    pool = [] if wanted.pool is None else [f"--pool {wanted.pool}"]
+    return " ".join([*environment, f"python tests/fuzz.py --kernel {kernel} --only {seed} {shares}", *pool])
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Random calls on one kernel system, judged by the contract.")
     parser.add_argument(
-        "--kernel", choices=(*dispatch.NAMES, *dispatch.simulated_rungs()), required=True, help="the kernel system"
+        "--kernel", type=_kernel, required=True, metavar="NAME", help="the kernel system, or a rung of it (cuda/tiled)"
     )
     parser.add_argument("--cases", type=_at_least(1), default=10_000, metavar="N", help="how many (default: 10000)")
     parser.add_argument("--seed", type=_at_least(0), default=0, help="of the first case; others follow (default: 0)")
@@ -251,7 +279,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backward-share", type=_share, default=0.3, metavar="P", help="of cases with a backward pass (default: 0.3)"
     )
+    parser.add_argument(
+        "--half-share", type=_share, metavar="P",
+        help="of cases that tensor cores can compute (default: 1 for forward_sm90, 0.5 for cuda and cuda-sim, else 0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pool", type=_at_least(1), metavar="N",
+        help=f"about so many kinds of calls, each a kernel to compile (default: {POOL} on a GPU, else any number)",
+    )  # fmt: skip
     return parser
+
+
+def _kernel(name: str) -> str:
+    try:
+        dispatch.check_name(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if name == "auto":
+        raise argparse.ArgumentTypeError("expected the name of one kernel system, got 'auto'")
+    return name
 
 
 def _at_least(least: int) -> Any:

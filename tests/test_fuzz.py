@@ -14,14 +14,20 @@ import pytest
 
 from tests.conformance.wrong_kernels import BACKWARD_MISTAKES, SPEC_MISTAKES, STATE_MISTAKES, Wrong
 from tests.expressions import Expressions
+from tests.fuzzing import device
 from tests.fuzzing.dice import Dice
-from tests.fuzzing.judge import judge
-from tests.fuzzing.memory import Memory
+from tests.fuzzing.draw import Wanted
+from tests.fuzzing.judge import judge, make
+from tests.fuzzing.memory import Memory, laid_out
+from tests.fuzzing.menu import spoil_unread
 from tests.fuzzing.rounding import error_ops
 from tests.fuzzing.variants import MASKS, SCORES
 from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS, dense_env
 from tilewise import arrays, dispatch
 from tilewise.expr import Loaded
+from tilewise.kernels.cuda.marshal import View, cannot_be_copied
+from tilewise.kernels.cuda.rungs import RUNGS
+from tilewise.kernels.cuda.source import assembled
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Grads, Partial, Tile
@@ -30,6 +36,7 @@ from tilewise.walking import evaluate, nodes
 
 ROOT = Path(__file__).parent.parent
 MEMORY = Memory()
+WANTED = Wanted()
 
 
 def _fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +50,8 @@ def test_random_calls(kernel: str) -> None:
     if reason is not None:
         pytest.skip(f"{kernel} cannot run on this machine: {reason}")
     cases = "25" if kernel in dispatch.simulated_rungs() else "300"  # each of theirs is compiled first
-    done = _fuzz("--kernel", kernel, "--cases", cases)
+    pool = ["--pool", "8"] if kernel.endswith("forward_sm90") else []  # that takes a second or more
+    done = _fuzz("--kernel", kernel, "--cases", cases, *pool)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{cases} cases" in done.stdout
     assert "0 failures" in done.stdout
@@ -53,10 +61,54 @@ def test_random_calls(kernel: str) -> None:
 def test_a_case_is_its_seed() -> None:
     """The same seed gives the same call, whatever was drawn before it."""
     kernel = NumpyKernel()
-    alone = judge(kernel, 7, Memory(), 0.3)
+    alone = judge(kernel, 7, Memory(), WANTED)
     for seed in (5, 6):
-        judge(kernel, seed, MEMORY, 0.3)
-    assert judge(kernel, 7, MEMORY, 0.3) == alone
+        judge(kernel, seed, MEMORY, WANTED)
+    assert judge(kernel, 7, MEMORY, WANTED) == alone
+
+
+def test_calls_for_tensor_cores_are_such() -> None:
+    """Hardly one is refused: by types and sizes, or by how arrays lie."""
+    rung, reasons = RUNGS["forward_sm90"], Counter[str | None]()
+    for seed in range(40):
+        call = make(seed, MEMORY, Wanted(backward_share=0.0, half_share=1.0))[0].drawn.call
+        views = {name: View.of_numpy(x) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)}
+        reasons[rung.unsupported(call.shape) or cannot_be_copied(views)] += 1
+    assert reasons[None] >= 38
+    assert reasons.keys() <= {None, "there is nothing to load"}
+
+
+def test_calls_of_a_pool_share_kernels() -> None:
+    """Their sizes differ, not what is compiled."""
+    rung = RUNGS["forward_sm90"]
+    texts, sizes = set(), set()
+    for seed in range(40):
+        problem, redrawn = make(seed, MEMORY, Wanted(backward_share=0.0, half_share=1.0, pool=4))
+        call, tile = problem.drawn.call, problem.drawn.tile
+        sizes.add((call.shape.n_q, call.shape.n_k))
+        if not redrawn:
+            fitting = rung.fitting(tile or rung.default_tile(call.spec, call.shape), call.shape)
+            texts.add(assembled(rung, call.spec, call.shape, fitting)[0].text)
+    assert len(texts) <= 6
+    assert len(sizes) > 20
+
+
+def test_what_no_query_reads_is_spoilt() -> None:
+    k, v = np.zeros((1, 1, 9, 8)), np.zeros((1, 1, 9, 8))
+    spoil_unread((np.array([0, 4, 4, 6]), np.array([0, 3, 7, 9])), k, v)
+    assert np.isnan(k).all(axis=(0, 1, 3)).tolist() == [False] * 3 + [True] * 4 + [False] * 2
+    assert np.array_equal(np.isnan(k), np.isnan(v))
+
+
+def test_arrays_lie_on_a_device_as_they_do_here() -> None:
+    dice = Dice(1)
+    for layout in ("plain", "heads inside", "sliced", "padded", "one head for all"):
+        dice.weighted = lambda shares, layout=layout: layout  # type: ignore[method-assign]
+        x = laid_out(dice.normal((2, 3, 5, 8)), "bfloat16", MEMORY, dice, aligned=True)
+        there = device._placed(x, "cpu")
+        assert there.stride() == tuple(step // 2 for step in x.strides)
+        assert there.data_ptr() % 16 == x.ctypes.data % 16
+        assert np.array_equal(arrays.as_numpy(there), x)
 
 
 def test_every_named_variant_is_drawn() -> None:
@@ -93,7 +145,7 @@ def test_expressions_are_off_by_no_more_than_their_bound() -> None:
 def _caught(kernel: NumpyKernel, backward_share: float, seeds: range = range(250)) -> str | None:
     """What the first failing seed of a few shows."""
     for seed in seeds:
-        failure = judge(kernel, seed, MEMORY, backward_share).failure
+        failure = judge(kernel, seed, MEMORY, Wanted(backward_share)).failure
         if failure is not None:
             return failure
     return None
@@ -246,6 +298,7 @@ def test_what_happens_everywhere_is_no_luck(
 _RUN = """
 import ctypes, sys, time
 from tests import fuzz
+from tests.fuzzing.draw import Wanted
 from tilewise.kernels.numpy import NumpyKernel
 
 fuzz.PATIENCE = 2.0
@@ -255,7 +308,7 @@ class Bad(NumpyKernel):
         {mistake}
         return super().forward(spec, q, k, v, *args)
 
-report = fuzz.run(Bad(), range({seeds}), backward_share=0.0, jobs=2)
+report = fuzz.run(Bad(), range({seeds}), Wanted(backward_share=0.0), jobs=2)
 print(report.cases, len(report.failures), report.failures[0][1])
 """
 

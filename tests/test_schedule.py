@@ -271,6 +271,56 @@ def test_packed_positions_and_origins():
     assert grid(p)[0, 0].tolist() == [[0, 0], [0, 0], [1, 0], [2, 1]]
 
 
+# -- joined rows ------------------------------------------------------------------------------------------------------
+
+
+def assert_joined(p, count, most):
+    """What is visited is the union; a part leaves out EMPTY tiles at either end alone, as many as it may."""
+    joined, rows = p.joined(count, most), -(-p.grid[0] // count)
+    assert joined.offsets.shape[2] == rows + 1
+    for b, h, i in np.ndindex(*joined.offsets.shape[:2], rows):
+        kinds = np.full((count, p.grid[1]), EMPTY)
+        whole = p.kinds(b, h)[i * count : (i + 1) * count]
+        kinds[: len(whole)] = whole
+        found = np.zeros_like(kinds)
+        for first, last, bits in joined.table[joined.offsets[b, h, i] : joined.offsets[b, h, i + 1]]:
+            assert bits
+            found[:, first:last] = (bits >> 2 * np.arange(count) & 3)[:, None]
+        visited = np.flatnonzero((kinds != EMPTY).any(axis=0)).tolist() or [0]
+        assert np.flatnonzero(found.any(axis=0)).tolist() == visited
+        for part, joint in zip(kinds[:, visited], found[:, visited], strict=True):
+            assert_part(part, joint, most)
+
+
+def assert_part(part, joint, most):
+    """Of the visited tiles: their kinds for one part, and those that it was given."""
+    live, taken = np.flatnonzero(part), np.flatnonzero(joint)
+    before, after = (live[0], len(part) - 1 - live[-1]) if len(live) else (0, 0)
+    assert taken.tolist() == list(range(min(before, most), len(part) - min(after, most)))
+    assert joint[taken].tolist() == np.maximum(part[taken], PARTIAL).tolist()
+
+
+@profile(200)
+@given(bool_exprs(3), st.integers(1, 13), st.integers(1, 13), SIDES, SIDES, st.integers(1, 3), st.integers(0, 2))
+def test_joined_rows(mask, n_q, n_k, tile_q, tile_k, count, most):
+    assert_joined(made(mask, tile=(tile_q, tile_k), n_q=n_q, n_k=n_k, heads=2, batch=2, heads_k=2), count, most)
+
+
+def test_joined_causal():
+    p = made(tw.causal())
+    # The first of two rows leaves out the last tile, which is the second's alone; the second is in the upper bits.
+    first, second = [[0, 1, 0b1001], [1, 2, 0b0100]], [[0, 2, 0b1010], [2, 3, 0b1001], [3, 4, 0b0100]]
+    assert p.joined(2, 1).table.tolist() == first + second
+    assert p.joined(2, 0).table.tolist()[:2] == [[0, 1, 0b1001], [1, 2, 0b0101]]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_joined_rows_of_large_grids(count):
+    """Bands of 16 rows, which three do not divide."""
+    for mask in (tw.causal() & tw.window(70), tw.document(np.sort(np.random.default_rng(0).integers(0, 9, 400)))):
+        assert_joined(made(mask, tile=(4, 4), n_q=400, n_k=400), count, 1)
+
+
 # -- large grids ------------------------------------------------------------------------------------------------------
 
 LARGE = {

@@ -6,6 +6,7 @@ It never comes from what a kernel happens to reach. The conformance suite, the f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -149,7 +150,7 @@ def check_forward(kernel: Kernel, case: Case, tile: Tile | None = None, device: 
     """out and lse of one case are within the contract; returns the maximum error of out."""
     call = on_device(case.inputs().call(), device)
     got = forward_results(kernel.forward(call.spec, call.q, call.k, call.v, tile))
-    return _check_case(case, _forward_of(case), {what: _on_host(x) for what, x in got.items()})["out"]
+    return _check_case(case, _forward_of(case), {what: on_host(x) for what, x in got.items()})["out"]
 
 
 def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
@@ -161,14 +162,20 @@ def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None) -> floa
     return max(_check_case(case, _backward_of(case), backward_results(got)).values())
 
 
-def on_device(call: Call, device: str) -> Call:
+def _copied(x: Array, device: str) -> Any:
+    return arrays.as_tensor(x).to(device)
+
+
+def on_device(call: Call, device: str, copy: Callable[[Array, str], Any] = _copied) -> Call:
     """The call with every array a PyTorch tensor on that device; on "cpu" as it is."""
     if device == "cpu":
         return call
     moved: dict[int, Any] = {}
 
-    def move(x: Any) -> Any:  # one tensor for one array: kernels tell arrays by which object they are
-        return moved.setdefault(id(x), arrays.as_tensor(x).to(device))
+    def move(x: Array) -> Any:  # one tensor for one array: kernels tell arrays by which object they are
+        if id(x) not in moved:
+            moved[id(x)] = copy(x, device)
+        return moved[id(x)]
 
     def expression(expr: Expr | None) -> Expr | None:
         if expr is None:
@@ -186,7 +193,8 @@ def on_device(call: Call, device: str) -> Call:
     return replace(call, spec=spec, q=move(call.q), k=move(call.k), v=move(call.v))
 
 
-def _on_host(x: Any) -> Any:
+def on_host(x: Any) -> Any:
+    """An array in main memory, where it may be already."""
     return x.cpu() if arrays.is_torch(x) else x
 
 

@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention(const __grid_cons
         hw::wgmma_wait<0>();
         // 4 mask: keys there are not
         // 5 row_max, rescale, p, row_sum
-        uint32 p[KEYS / 4];
+        uint32 p[KEYS / 16][4];
         for (int half = 0; half < 2; half++) {
             float new_max = row_max[half];
             for (int n = 0; n < KEYS / 8; n++)
@@ -101,17 +101,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) attention(const __grid_cons
                 x = exp2f(x - new_max);
                 y = exp2f(y - new_max);
                 row_sum[half] += x + y;
-                p[n * 2 + half] = two(x, y);
+                p[n / 2][n % 2 * 2 + half] = two(x, y);
                 acc[n * 4 + half * 2] *= rescale;
                 acc[n * 4 + half * 2 + 1] *= rescale;
             }
         }
         // 6 acc = acc * rescale + p @ v
         hw::wgmma_fence();
-        for (int c = 0; c < KEYS / 16; c++) {
-            const uint32 part[4] = {p[c * 4], p[c * 4 + 1], p[c * 4 + 2], p[c * 4 + 3]};
-            hw::wgmma<D, true, true>(acc, part, swizzled_128(v + stage * TILE_BYTES + c * 2048, 1024, 8192));
-        }
+        for (int c = 0; c < KEYS / 16; c++)
+            hw::wgmma<D, true, true>(acc, p[c], swizzled_128(v + stage * TILE_BYTES + c * 2048, 1024, 8192));
         hw::wgmma_commit();
         hw::wgmma_wait<0>();
         if (lane == 0) hw::mbarrier_arrive(empty + 8 * stage);

@@ -98,6 +98,11 @@ PIPELINE_MISTAKES: dict[str, tuple[str, str, str]] = {
         "hw::wgmma_commit();\n        hw::wgmma_wait<0>();\n        // 4", "hw::wgmma_wait<0>();\n        // 4",
         f"written to before|{WRONG}",
     ),
+    "an operand's registers overwritten": (
+        "hw::wgmma_commit();\n        hw::wgmma_wait<0>();\n        if (lane == 0)",
+        "p[1][2] ^= 1;\n        hw::wgmma_commit();\n        hw::wgmma_wait<0>();\n        if (lane == 0)",
+        "the registers of this wgmma's operand were written to",
+    ),
     "no fence before the store": ("hw::fence_async();", "", "without fence.proxy.async"),
     "no meeting before the store": ("hw::barrier_sync(1, 128);", "", f"without fence.proxy.async|{WRONG}"),
     "no wait for the store": ("hw::tma_store_wait<0>();", "", "the block ends while this copy is under way"),

@@ -8,16 +8,23 @@ from typing import Any
 import numpy as np
 
 from tests.fuzzing.dice import Dice
-from tests.fuzzing.memory import Memory, any_strides, laid_out, store
+from tests.fuzzing.memory import Memory, any_strides, store
+from tests.fuzzing.menu import Anything, ForTensorCores, Lengths
 from tests.fuzzing.variants import Variants, drawn_options
 from tilewise import arrays, validate
 from tilewise.arrays import Array
 from tilewise.spec import Positions, Shape, Tile
 from tilewise.validate import Call
 
-MOST_SCORES = 60_000  # of a call: the reference keeps them all, several times over
-MOST_TILES = 400  # a tile costs NumPy a fixed time
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 2}
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which calls to draw, and on which device to make them."""
+
+    backward_share: float = 0.3  # of calls with a backward pass
+    half_share: float = 0.0  # of calls that tensor cores can compute
+    pool: int | None = None  # about so many kinds of calls, each a kernel to compile; None: any number
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,62 +41,50 @@ class Drawn:
     kind: str  # dense, packed, decode or part
 
 
-def draw(dice: Dice, memory: Memory, backward_share: float) -> Drawn:
-    """The next random call; its arrays are in `memory`. ValueError if the variant is refused at these sizes."""
-    kind = dice.weighted({"dense": 6, "packed": 1.5, "decode": 1, "part": 1.5})
-    dtype = dice.weighted(DTYPES)
-    lengths = _packed_lengths(dice) if kind == "packed" else None
-    shape = _shape(dice, kind, lengths)
-    variants = Variants(dice, memory, _sizes(shape, lengths, dice), mask_arrays=kind in ("dense", "decode"))
+def draw(compiled: Dice, dice: Dice, memory: Memory, wanted: Wanted) -> Drawn:
+    """The next random call; its arrays are in `memory`. ValueError if the variant is refused at these sizes.
+
+    compiled: decides what kernels are compiled for, `dice` the rest; they may be the same.
+    """
+    menu = ForTensorCores() if wanted.half_share and compiled.chance(wanted.half_share) else Anything()
+    kind = compiled.weighted({"dense": 6, "packed": 1.5, "decode": 1, "part": 1.5})
+    dtype = compiled.weighted(menu.dtypes)
+    lengths = menu.packed_lengths(dice) if kind == "packed" else None
+    shape = _shape(menu, compiled, dice, kind, lengths)
+    sizes = _sizes(shape, lengths, dice)
+    variants = Variants(compiled, memory, sizes, mask_arrays=kind in ("dense", "decode"), reach=menu.reach)
     options = drawn_options(variants)
-    if dice.chance(0.2):
-        options["sinks"] = _sinks(dice, memory, shape.heads)
+    if compiled.chance(0.2):
+        options["sinks"] = _sinks(compiled, memory, shape.heads)
         variants.names.append("sinks")
-    if dice.chance(0.4):
-        options["scale"] = dice.one_of([0.3, 1.0, 0.05, -0.5, 0.0])
-    options["batch_invariant"] = dice.chance(0.2)
-    q, k, v = _inputs(dice, memory, shape, dtype)
+    if compiled.chance(0.4):
+        options["scale"] = compiled.one_of([0.3, 1.0, 0.05, -0.5, 0.0])
+    options["batch_invariant"] = compiled.chance(0.2)
+    q, k, v = menu.inputs(dice, memory, shape, dtype, lengths)
     if lengths is not None:
         q, k, v = (x[0].swapaxes(0, 1) for x in (q, k, v))
         call = validate.prepare_varlen(q, k, v, *lengths, **options)
     else:
         call = _part_call(q, k, v, shape, options) if kind == "part" else validate.prepare(q, k, v, **options)
-    d_out, d_lse = _gradients(dice, memory, call) if dice.chance(backward_share) else (None, None)
-    tile, threads, saved_elsewhere = _tile(dice, shape), dice.between(2, 4), dice.chance(0.2)
+    d_out, d_lse = _gradients(dice, memory, call) if dice.chance(wanted.backward_share) else (None, None)
+    tile, threads, saved_elsewhere = menu.tile(compiled, shape), dice.between(2, 4), dice.chance(0.2)
     return Drawn(call, tile, threads, d_out, d_lse, saved_elsewhere, variants.names or ["full"], kind)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------
 
 
-def _length(dice: Dice) -> int:
-    kind = dice.weighted({"none": 0.3, "one": 1, "few": 4, "edge": 4, "any": 1})
-    if kind == "edge":  # around what tiles and registers are multiples of
-        return max(dice.one_of([8, 16, 32, 64, 96]) * dice.between(1, 3) + dice.between(-1, 1), 1)
-    return {"none": 0, "one": 1, "few": dice.between(2, 24), "any": dice.between(1, 300)}[kind]
-
-
-def _head_dim(dice: Dice) -> int:
-    kind = dice.weighted({"few": 5, "odd": 2, "usual": 2, "any": 0.4})
-    return {
-        "few": dice.between(1, 20),
-        "odd": 2 * dice.between(0, 48) + 1,
-        "usual": dice.one_of([8, 16, 32, 64, 96, 128]),
-        "any": dice.between(1, 512),
-    }[kind]
-
-
-def _shape(dice: Dice, kind: str, lengths: tuple[Array, Array] | None) -> Shape:
+def _shape(menu: Anything, compiled: Dice, dice: Dice, kind: str, lengths: Lengths | None) -> Shape:
     heads_k, group = dice.weighted({1: 4, 2: 3, 3: 1, 5: 0.5}), dice.weighted({1: 4, 2: 2, 3: 1, 4: 1, 8: 0.5})
-    batch, n_q, n_k = dice.weighted({1: 4, 2: 2, 3: 1}), _length(dice), _length(dice)
-    d = _head_dim(dice)
-    d_v = d if dice.chance(0.6) else _head_dim(dice)
+    batch, n_q, n_k = dice.weighted({1: 4, 2: 2, 3: 1}), menu.length(dice), menu.length(dice)
+    d = menu.head_dim(compiled)
+    d_v = d if compiled.chance(0.6) else menu.head_dim(compiled)
     if kind == "decode":
         n_q, n_k, group = 1, dice.between(100, 4000), dice.between(1, 16)
         d, d_v = min(d, 128), min(d_v, 128)
     if lengths is not None:
         batch, n_q, n_k = 1, int(lengths[0][-1]), int(lengths[1][-1])
-    while batch * heads_k * group * max(n_q, 1) * max(n_k, 1) > MOST_SCORES and batch * heads_k * group > 1:
+    while batch * heads_k * group * menu.rows(n_q) * max(n_k, 1) > menu.most_scores and batch * heads_k * group > 1:
         batch, heads_k, group = max(batch - 1, 1), max(heads_k - 1, 1), max(group // 2, 1)
     shape = Shape(batch, heads_k * group, heads_k, n_q, n_k, d, d_v)
     return _part(dice, shape) if kind == "part" else shape
@@ -103,18 +98,7 @@ def _part(dice: Dice, shape: Shape) -> Shape:
     return replace(shape, origin_q=origin_q, origin_k=origin_k, total_q=total_q, total_k=total_k)
 
 
-def _packed_lengths(dice: Dice) -> tuple[Array, Array]:
-    """Cumulative lengths of a few sequences, empty ones among them."""
-    sequences = dice.between(1, 5)
-
-    def ends() -> Array:
-        lengths = [0 if dice.chance(0.2) else min(_length(dice), 100) for _ in range(sequences)]
-        return np.cumsum([0, *lengths]).astype(dice.one_of(["int32", "int64"]))
-
-    return ends(), ends()
-
-
-def _sizes(shape: Shape, lengths: tuple[Array, Array] | None, dice: Dice) -> dict[str, int]:
+def _sizes(shape: Shape, lengths: Lengths | None, dice: Dice) -> dict[str, int]:
     """What a table read by a variable must have as its size."""
     n_q, n_k, batch = shape.total_q, shape.total_k, shape.batch
     if lengths is not None:
@@ -128,33 +112,7 @@ def _sizes(shape: Shape, lengths: tuple[Array, Array] | None, dice: Dice) -> dic
     }  # fmt: skip
 
 
-def _tile(dice: Dice, shape: Shape) -> Tile | None:
-    if dice.chance(0.5):
-        return None
-    q, k = (dice.one_of([1, 3, 8, 16, 17, 32, 61, 64, 100]) for _ in range(2))
-    while shape.batch * shape.heads * -(-shape.n_q // q) * -(-shape.n_k // k) > MOST_TILES:
-        q, k = 2 * q, 2 * k
-    return Tile(q, k)
-
-
 # -- arrays -----------------------------------------------------------------------------------------------------------
-
-
-def _inputs(dice: Dice, memory: Memory, s: Shape, dtype: str) -> tuple[Array, Array, Array]:
-    sizes = ((s.heads, s.n_q, s.d), (s.heads_k, s.n_k, s.d), (s.heads_k, s.n_k, s.d_v))
-    if sizes[0] == sizes[1] == sizes[2] and dice.chance(0.5):  # one projection's output
-        together = store(_values(dice, (s.batch, s.n_q, 3, s.heads, s.d)), dtype, memory, dice)
-        q, k, v = (together[:, :, i].swapaxes(1, 2) for i in range(3))
-        return q, k, v
-    q, k, v = (laid_out(_values(dice, (s.batch, *size)), dtype, memory, dice) for size in sizes)
-    return q, k, v
-
-
-def _values(dice: Dice, shape: tuple[int, ...]) -> Array:
-    kind = dice.weighted({"normal": 12, "tiny": 1, "huge": 1, "whole": 1, "zero": 0.3})
-    if kind == "whole":  # ties
-        return dice.integers(-1, 1, shape).astype(np.float64)
-    return dice.normal(shape) * {"normal": 1.0, "tiny": 1e-4, "huge": 1e4, "zero": 0.0}[kind]
 
 
 def _sinks(dice: Dice, memory: Memory, heads: int) -> Array:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 
 from tests.conformance.paths import threads
 from tests.fuzzing.bounds import Bounds
+from tests.fuzzing.device import placed_on, soil
 from tests.fuzzing.dice import Dice
-from tests.fuzzing.draw import Drawn, draw
+from tests.fuzzing.draw import Drawn, Wanted, draw
 from tests.fuzzing.memory import Memory, bits
 from tests.fuzzing.rounding import LARGEST
 from tilewise import arrays
@@ -24,6 +26,7 @@ from tilewise.contract import (
     expected_backward,
     expected_forward,
     forward_results,
+    on_host,
 )
 from tilewise.dispatch import Kernel, Unsupported
 from tilewise.kernels.numpy import NumpyKernel
@@ -60,13 +63,13 @@ class Verdict:
     lucky: Counter[str] = field(default_factory=Counter)  # of them, beyond the contract's limit but within the bound
 
 
-def make(seed: int, memory: Memory, backward_share: float) -> tuple[Problem, Counter[str]]:
+def make(seed: int, memory: Memory, wanted: Wanted) -> tuple[Problem, Counter[str]]:
     """The seed's problem: the first it draws whose results mean something; and why others were not taken."""
-    dice, redrawn = Dice(seed), Counter[str]()
-    for _ in range(MOST_DRAWS):
+    redrawn = Counter[str]()
+    for dice in islice(_dice(seed, wanted.pool), MOST_DRAWS):
         memory.clear()
         try:
-            drawn = draw(dice, memory, backward_share)
+            drawn = draw(*dice, memory, wanted)
         except ValueError as error:
             if "beyond 32 bits" not in str(error):
                 raise
@@ -78,6 +81,16 @@ def make(seed: int, memory: Memory, backward_share: float) -> tuple[Problem, Cou
             return problem, redrawn
         redrawn[problem] += 1
     raise RuntimeError(f"seed {seed}: no call fit to judge in {MOST_DRAWS} draws: {dict(redrawn)}")
+
+
+def _dice(seed: int, pool: int | None) -> Iterator[tuple[Dice, Dice]]:
+    """For one draw after the other: dice for what kernels are compiled for, which a pool shares, and for the rest."""
+    if pool is None:
+        dice = Dice(seed)
+        while True:
+            yield dice, dice
+    for number in count():
+        yield Dice(MOST_DRAWS * (seed % pool) + number), Dice(MOST_DRAWS * (pool + seed) + number)
 
 
 def _problem(drawn: Drawn, memory: Memory) -> Problem | str:
@@ -95,15 +108,15 @@ def _problem(drawn: Drawn, memory: Memory) -> Problem | str:
     return Problem(drawn, forward, backward, bounds, memory)
 
 
-def judge(kernel: Kernel, seed: int, memory: Memory, backward_share: float) -> Verdict:
+def judge(kernel: Kernel, seed: int, memory: Memory, wanted: Wanted) -> Verdict:
     """Draw the seed's call, make it on this kernel, and say what became of it."""
-    problem, redrawn = make(seed, memory, backward_share)
+    problem, redrawn = make(seed, memory, wanted)
     drawn = problem.drawn
     verdict = Verdict(drawn.call.shape.dtype, drawn.kind, drawn.names, drawn.d_out is not None, redrawn)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _Trial(kernel, problem, verdict).run()
+            _Trial(kernel, problem, verdict, wanted.device).run()
     except Exception as error:  # whatever a kernel raises is a failure of this seed, not of the fuzz
         verdict.failure = f"{type(error).__name__}: {error}\n{describe(drawn)}"
     return verdict
@@ -112,12 +125,12 @@ def judge(kernel: Kernel, seed: int, memory: Memory, backward_share: float) -> V
 class _Trial:
     """A problem's call on a kernel, twice, with everything looked at."""
 
-    def __init__(self, kernel: Kernel, problem: Problem, verdict: Verdict) -> None:
-        self.kernel, self.problem, self.verdict = kernel, problem, verdict
-        self.drawn, self.call = problem.drawn, problem.drawn.call
+    def __init__(self, kernel: Kernel, problem: Problem, verdict: Verdict, device: str) -> None:
+        self.kernel, self.problem, self.verdict, self.device = kernel, problem, verdict, device
+        self.drawn, self.call = problem.drawn, placed_on(device, problem.drawn.call)
 
     def run(self) -> None:
-        before = [bits(x) for x in self.problem.memory.used]
+        before = self._inputs()
         if self._refused(backward=False):
             return
         try:
@@ -127,8 +140,15 @@ class _Trial:
             return
         if self.drawn.d_out is not None and not self._refused(backward=True):
             self._backward(saved)
-        if [bits(x) for x in self.problem.memory.used] != before:
+        if self._inputs() != before:
             raise ContractError("an input was written to")
+
+    def _inputs(self) -> list[bytes]:
+        if self.device == "cpu":
+            return [bits(x) for x in self.problem.memory.used]
+        spec = self.call.spec
+        given = (self.call.q, self.call.k, self.call.v, spec.sinks, *(slot.array for slot in spec.loaded))
+        return [bits(on_host(x)) for x in given if x is not None]
 
     def _refused(self, backward: bool) -> bool:
         reason = self.kernel.unsupported(self.call.spec, replace(self.call.shape, backward=backward))
@@ -141,6 +161,8 @@ class _Trial:
         self._same(forward_results(saved), forward_results(again), "the second time, in one thread")
         self._within(self.problem.forward, forward_results(saved), self.problem.bounds.forward)
         for alone, rows, _ in self._sequences_alone():
+            if self.kernel.unsupported(alone.spec, alone.shape) is not None:  # it is empty, perhaps
+                continue
             got = self.kernel.forward(alone.spec, alone.q, alone.k, alone.v, tile)
             self._same(_rows(saved, rows), forward_results(got), "alone, though batch_invariant")
         return saved
@@ -173,11 +195,14 @@ class _Trial:
     def _soil_memory(self) -> None:
         """What a kernel is about to allocate and forgets to write is NaN, not the 0 that fresh memory often holds."""
         for e in self.problem.forward + self.problem.backward:
-            np.full(e.exact.shape, np.nan, arrays.compute_dtype(e.dtype))
+            if self.device == "cpu":
+                np.full(e.exact.shape, np.nan, arrays.compute_dtype(e.dtype))
+            else:
+                soil(e.exact.shape, e.dtype, self.device)
 
     def _same(self, first: dict[str, Any], second: dict[str, Any], when: str) -> None:
         for what, value in first.items():
-            if bits(value) != bits(second[what]):
+            if bits(on_host(value)) != bits(on_host(second[what])):
                 raise ContractError(f"{what} has other bits {when}")
 
     def _within(self, expected: list[Expected], got: dict[str, Any], bounds: Callable[[], dict[str, Any]]) -> None:
@@ -185,7 +210,7 @@ class _Trial:
         if got.keys() != {e.what for e in expected}:
             raise ContractError(f"got {sorted(got)}, expected {sorted(e.what for e in expected)}")
         for e in expected:
-            errors = e.errors(got[e.what])
+            errors = e.errors(on_host(got[e.what]))
             limit: Any = e.limit
             lucky = errors.max(initial=0) > limit
             if lucky:

@@ -23,6 +23,7 @@ LAYOUTS = {
     "plain": 4, "heads inside": 3, "sliced": 2, "reversed": 1, "one batch for all": 1, "one head for all": 1,
     "one row for all": 0.3, "odd steps": 0.3,
 }  # fmt: skip
+ALIGNED_LAYOUTS = {"plain": 4, "heads inside": 3, "padded": 2}
 
 
 class Memory:
@@ -47,14 +48,18 @@ class Memory:
         if sys.platform != "win32" and ctypes.CDLL(None, use_errno=True).mprotect(address, size, PROT_NONE):
             raise OSError(ctypes.get_errno(), "mprotect failed")
 
-    def keep(self, values: Array, dice: Dice) -> Array:
-        """A copy of these values that ends, or begins, where a guard page begins, or ends."""
+    def keep(self, values: Array, dice: Dice, aligned: bool = False) -> Array:
+        """A copy of these values that ends, or begins, where a guard page begins, or ends.
+
+        aligned: what has a multiple of 16 bytes begins at one.
+        """
         free = len(self.used) < ROOMS and 0 < values.nbytes < ROOM
         if not free or dice.chance(0.3):
             kept = np.array(values)
         else:
             room = self._rooms[len(self.used)]
-            aside = 1 if dice.chance(0.03) else 0  # an address that no number of several bytes belongs at
+            # At times an address that no number of several bytes belongs at.
+            aside = 1 if not aligned and dice.chance(0.03) else 0
             start = room + ROOM - values.nbytes - aside if dice.chance(0.7) else room + aside
             kept = self._bytes[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
             kept[...] = values
@@ -62,15 +67,23 @@ class Memory:
         return kept
 
 
-def store(values: Array, dtype: str, memory: Memory, dice: Dice) -> Array:
-    return memory.keep(arrays.narrow(values, dtype), dice)
+def store(values: Array, dtype: str, memory: Memory, dice: Dice, aligned: bool = False) -> Array:
+    return memory.keep(arrays.narrow(values, dtype), dice, aligned)
 
 
-def laid_out(values: Array, dtype: str, memory: Memory, dice: Dice) -> Array:
-    """(batch, heads, n, d) values stored in a type, in any layout whose last dimension is contiguous."""
-    layout = dice.weighted(LAYOUTS)
+def laid_out(values: Array, dtype: str, memory: Memory, dice: Dice, aligned: bool = False) -> Array:
+    """(batch, heads, n, d) values stored in a type, in any layout whose last dimension is contiguous.
+
+    aligned: in one that TMA can load, if a row has a multiple of 16 bytes.
+    """
+    layout = dice.weighted(ALIGNED_LAYOUTS if aligned else LAYOUTS)
     if layout == "heads inside":
-        return store(values.swapaxes(1, 2), dtype, memory, dice).swapaxes(1, 2)
+        return store(values.swapaxes(1, 2), dtype, memory, dice, aligned).swapaxes(1, 2)
+    if layout == "padded":
+        b, h, n, d = values.shape
+        larger = np.full((b + 1, h + 1, n + 1, d + 24), np.nan)
+        larger[1:, :h, :n, 16 : 16 + d] = values
+        return store(larger, dtype, memory, dice, aligned)[1:, :h, :n, 16 : 16 + d]
     if layout == "sliced":
         b, h, n, d = values.shape
         larger = np.full((b + 1, h + 1, 2 * n + 1, d + 3), np.nan)  # not even 0 times what lies between is 0
@@ -80,7 +93,7 @@ def laid_out(values: Array, dtype: str, memory: Memory, dice: Dice) -> Array:
         stored = store(values, dtype, memory, dice)
         return stored[dice.one_of([np.s_[::-1], np.s_[:, ::-1], np.s_[:, :, ::-1], np.s_[::-1, ::-1, ::-1]])]
     if layout == "plain":
-        return store(values, dtype, memory, dice)
+        return store(values, dtype, memory, dice, aligned)
     if layout == "odd steps":  # rows of records: a byte more than their numbers take
         stored = arrays.narrow(values, dtype)
         row = np.dtype([("numbers", stored.dtype, values.shape[3:]), ("more", np.uint8)])

@@ -25,11 +25,11 @@ MOST_ENTRIES = 4_000_000  # of a table: by positions in the sequence and in the 
 class Variants:
     """Makes masks and scores that fit a call's sizes (of B, H, HK, Q, K, QP, KP); `names` tells what was taken.
 
-    mask_arrays: whether the call may be given an array as its mask.
+    mask_arrays: whether the call may be given an array as its mask. reach: how far a window sees, at most.
     """
 
-    def __init__(self, dice: Dice, memory: Memory, sizes: dict[str, int], mask_arrays: bool) -> None:
-        self.dice, self.memory, self.sizes, self.mask_arrays = dice, memory, sizes, mask_arrays
+    def __init__(self, dice: Dice, memory: Memory, sizes: dict[str, int], mask_arrays: bool, reach: int) -> None:
+        self.dice, self.memory, self.sizes, self.mask_arrays, self.reach = dice, memory, sizes, mask_arrays, reach
         self.names: list[str] = []
         self._slots: dict[str, list[Loaded]] = {"bool": [], "int": [], "float": []}
         self._expressions = Expressions(dice.below, self._slot, FLOATS)
@@ -136,8 +136,10 @@ class Variants:
 
 MASKS: dict[str, Callable[[Variants], Expr]] = {
     "causal": lambda v: variants.causal(),
-    "window": lambda v: variants.window(v.dice.between(0, 40), v.dice.one_of([None, 0, v.dice.between(0, 40)])),
-    "prefix": lambda v: variants.prefix(v.dice.between(0, 30)),
+    "window": lambda v: variants.window(
+        v.dice.between(0, v.reach), v.dice.one_of([None, 0, v.dice.between(0, v.reach)])
+    ),
+    "prefix": lambda v: variants.prefix(v.dice.between(0, v.reach)),
     "document": Variants.document,
     "dilated": lambda v: variants.dilated(v.dice.between(1, 7)),
     "dense": lambda v: variants.dense(v.bools(v.dice.one_of([0.05, 0.5, 0.95]), *v.broadcastable())),

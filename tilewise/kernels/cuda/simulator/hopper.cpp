@@ -273,6 +273,7 @@ struct Issued {
     Product product;
     float* d;
     float rows[2][16];  // of a, if it comes from registers
+    uint32 words[4];    // what those registers of the thread held
     uint64_t number;    // in the count of the thread's products, the same in all threads of a warpgroup
     SourceLine where;
 };
@@ -347,6 +348,8 @@ static Operands& operands_of(const Issued& issued) {
 static void compute(const Issued& issued, std::vector<float>& d) {
     Operands& read = operands_of(issued);
     const Product& p = issued.product;
+    if (p.registers && memcmp(p.registers, issued.words, sizeof issued.words))
+        fail(issued.where, "the registers of this wgmma's operand were written to before it was waited for");
     const int warp = current->number / WARP % 4, lane = current->number % WARP;
     for (int n = 0; n < p.columns / 8; n++)
         for (int half = 0; half < 2; half++)
@@ -366,6 +369,7 @@ static void compute(const Issued& issued, std::vector<float>& d) {
 // The rows of a that this thread's results need: its quad holds them, two numbers to a register.
 static void gather_rows(Issued& issued, SourceLine where) {
     const uint32* mine = issued.product.registers;
+    memcpy(issued.words, mine, sizeof issued.words);
     const int lane = current->number % WARP;
     for (int part = 0; part < 2; part++) {
         memcpy(shuffle_slot(lane), mine + 2 * part, 8);
@@ -391,7 +395,7 @@ void wgmma(float* d, const Product& product, SourceLine where) {
     Products& mine = products[size_t(current->number)];
     const int count = product.columns / 2;
     if (!mine.fenced) fail(where, "wgmma.fence is missing: registers may have changed since the last one");
-    Issued issued{product, d, {}, mine.issued++, where};
+    Issued issued{product, d, {}, {}, mine.issued++, where};
     if (product.registers) gather_rows(issued, where);
     else warp_barrier(~0u, where);
     auto found = mine.accumulators.find(d);

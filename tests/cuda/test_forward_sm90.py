@@ -1,0 +1,323 @@
+"""forward_sm90 on the simulator: planted mistakes are told, and what is rare on real inputs happens and is right."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tests.cuda.test_ops import needs_compiler
+from tilewise import arrays, validate
+from tilewise.arrays import Array
+from tilewise.contract import ContractError, Expected, check_results, expected_forward, forward_results
+from tilewise.expr import K, Q
+from tilewise.kernels.cuda import source
+from tilewise.kernels.cuda.rungs import SOURCES
+from tilewise.kernels.cuda.simulator import Order, SimulationError
+from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
+from tilewise.spec import Partial, Tile
+from tilewise.validate import Call
+
+pytestmark = needs_compiler
+
+FILES = ("forward_sm90.cu", "sm90.h", "sm90_producer.h", "sm90_softmax.h")
+TILE = Tile(128, 16)  # two warpgroups; few keys, so that there are many tiles and little to compile
+WRONG = "a wrong result"
+
+
+# -- problems ---------------------------------------------------------------------------------------------------------
+
+
+def _call(q: Array, k: Array, v: Array, dtype: str = "bfloat16", lengths: Any = None, **options: Any) -> Call:
+    q, k, v = (arrays.narrow(x, dtype) for x in (q, k, v))
+    if lengths is not None:
+        return validate.prepare_varlen(q, k, v, lengths, lengths, **options)
+    return validate.prepare(q, k, v, **options)
+
+
+def _causal(d: int = 16) -> Call:
+    """Tiles of every kind, for each warpgroup others; more query tiles than a block has places for."""
+    rng = np.random.default_rng(1)
+    return _call(*(rng.standard_normal((1, 5, 150, d)) for _ in range(3)), causal=True)
+
+
+def _window() -> Call:
+    """Tiles that one warpgroup or the other skips, at both ends; no lane may miss a barrier's phase there."""
+    rng = np.random.default_rng(1)
+    return _call(*(rng.standard_normal((1, 3, 512, 16)) for _ in range(3)), mask=tw.causal() & tw.window(160))
+
+
+def _short() -> Call:
+    """A tile of keys for each query tile: the producer is an item ahead."""
+    rng = np.random.default_rng(2)
+    return _call(*(rng.standard_normal((1, 6, n, 16)) for n in (128, 16, 16)))
+
+
+def _packed() -> Call:
+    """The second sequence's values are NaN: its own results, the first's are not."""
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((100, 2, 16)) for _ in range(3))
+    v[40:] = np.nan
+    return _call(q, k, v, lengths=np.array([0, 40, 40, 100]))
+
+
+def _late() -> Call:
+    """Most rows have no key in the tile that is taken first, and all in the next."""
+    rng = np.random.default_rng(4)
+    return _call(*(rng.standard_normal((1, 2, 128, 16)) for _ in range(3)), mask=(K < 112) | (Q < 4))
+
+
+def _steep(rise: float, dtype: str = "bfloat16") -> Call:
+    """Scores rise by so much, as a power of 2, from a tile of keys to the one before it, which is taken after it."""
+    rng = np.random.default_rng(3)
+    q, k, v = (0.1 * rng.standard_normal((1, 2, 128, 16)) for _ in range(3))
+    q[..., 0], k[..., 0] = 1, rise * np.log(2) * (np.arange(128)[::-1] // TILE.k)
+    return _call(q, k, v, dtype, scale=1.0)
+
+
+PROBLEMS: dict[str, Callable[[], Call]] = {
+    "causal": _causal,
+    "causal, taking turns": lambda: _causal(72),
+    "window": _window,
+    "short": _short,
+    "packed": _packed,
+    "late": _late,
+    "rising": lambda: _steep(12.0),
+    "steep": lambda: _steep(40.0),
+    "steep, in float16": lambda: _steep(20.0, "float16"),
+    "cliff": lambda: _steep(150.0),
+}
+
+
+@cache
+def _problem(name: str) -> tuple[Call, list[Expected]]:
+    call = PROBLEMS[name]()
+    with np.errstate(invalid="ignore"):
+        return call, expected_forward(_first_sequence(call))
+
+
+def _first_sequence(call: Call) -> Call:
+    return _sliced(call, 40) if call.spec.lengths is not None else call
+
+
+def _sliced(call: Call, rows: int) -> Call:
+    q, k, v = (x[:, :, :rows] for x in (call.q, call.k, call.v))
+    return validate.prepare(q, k, v)
+
+
+def _check(name: str, order: Order, seed: int = 1) -> None:
+    """What the kernel gives for a problem is within the contract."""
+    call, expected = _problem(name)
+    done = CudaSimKernel("forward_sm90", order, seed).forward(call.spec, call.q, call.k, call.v, TILE)
+    rows = expected[0].exact.shape[2]
+    check_results(expected, forward_results(Partial(done.out[:, :, :rows], done.lse[:, :, :rows])))
+
+
+@pytest.mark.parametrize("order", Order, ids=lambda order: order.name)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_the_sound_kernel_is_right_in_every_order(problem: str, order: Order) -> None:
+    for seed in (1, 2):
+        _check(problem, order, seed)
+
+
+# -- planted mistakes -------------------------------------------------------------------------------------------------
+
+
+class Mistake(NamedTuple):
+    told: str  # what must be told of it
+    problem: str
+    edits: dict[str, str]  # what is replaced, by what
+
+
+# Each is one kind of mistake; what is replaced is there once in all the files.
+MISTAKES: dict[str, Mistake] = {
+    # Tiles and items arrive.
+    "no wait for k": Mistake(
+        f"{WRONG}|more often", "causal",
+        {"__forceinline__ void begin_products() {\n"
+         "        hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);":
+         "__forceinline__ void begin_products() {"},
+    ),
+    "no wait for v": Mistake(
+        f"{WRONG}|more often", "causal",
+        {"hw::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);\n        multiply_p_v();": "multiply_p_v();"},
+    ),
+    "no wait for q": Mistake(
+        f"{WRONG}|deadlock", "causal", {"hw::mbarrier_wait(shared.q_full(), q_ring.parity);": ""},
+    ),
+    "q of the item before": Mistake(
+        WRONG, "causal",
+        {"hw::mbarrier_wait(shared.q_full(), q_ring.parity);":
+         "hw::mbarrier_wait(shared.item_full(items.stage), items.parity);"},
+    ),
+    "v expected to be there at first": Mistake(
+        "deadlock", "causal", {"k_ring.parity = v_ring.parity = 1;": "k_ring.parity = 1;"},
+    ),
+    "a parity that never changes": Mistake("more often|deadlock", "causal", {"parity ^= 1;": ""}),
+    "too few bytes of k": Mistake(
+        "more than were expected|more often", "causal",
+        {"arrive_expect(full, K_BYTES);": "arrive_expect(full, K_BYTES / 2);"},
+    ),
+    "too many bytes of v": Mistake(
+        "deadlock.* 2048 bytes to come", "causal",
+        {"arrive_expect(told, V_BYTES);": "arrive_expect(told, 2 * V_BYTES);"},
+    ),
+    # Places are let go.
+    "k never let go": Mistake("deadlock", "causal", {"arrive(shared.k_free(k_ring.stage));": ""}),
+    "q never let go": Mistake("deadlock", "causal", {"arrive(shared.q_free());": ""}),
+    "items never let go": Mistake("deadlock", "causal", {"arrive(shared.item_free(done));": ""}),
+    "too many to let q go": Mistake(
+        "deadlock", "causal", {"init(q_free(), CONSUMER_WARPS)": "init(q_free(), CONSUMER_WARPS + 1)"},
+    ),
+    "q let go before it is read": Mistake(
+        WRONG, "short",
+        {"rows_left = item().work": "if (Q_IN_REGISTERS) arrive(shared.q_free());\n        rows_left = item().work",
+         "free_q();\n        }\n        if": "q_ring.advance();\n        }\n        if"},
+    ),
+    "k let go before it is multiplied": Mistake(
+        f"{WRONG}|more often|deadlock", "causal",
+        {"begin_products();\n        score<false>();":
+         "arrive(shared.k_free(k_ring.stage));\n        begin_products();\n        score<false>();",
+         "free_k();\n        free_v();": "k_ring.advance();\n        free_v();"},
+    ),
+    "k let go before it is multiplied again": Mistake(
+        WRONG, "cliff",
+        {"        score<false>();\n        float sums[2];":
+         "        score<false>();\n        arrive(shared.k_free(k_ring.stage));\n        float sums[2];",
+         "free_k();\n        free_v();": "k_ring.advance();\n        free_v();"},
+    ),
+    "v let go before it is multiplied": Mistake(
+        WRONG, "causal",
+        {"const bool needed = rows.exact(launch, rescale, PATIENCE);":
+         "arrive(shared.v_free(v_ring.stage));\n        const bool needed = rows.exact(launch, rescale, PATIENCE);",
+         "        hw::pin(p);\n        free_v();": "        hw::pin(p);\n        v_ring.advance();"},
+    ),
+    "an item's place taken too early": Mistake(
+        WRONG, "causal",
+        {"constexpr int ITEMS = 4;": "constexpr int ITEMS = 2;",
+         "hw::mbarrier_wait(shared.item_free(items.stage), items.parity);\n        Item& item": "Item& item"},
+    ),
+    "v of a tile that was skipped": Mistake(f"{WRONG}|deadlock", "causal", {"skipped++;": ""}),
+    "a turn not passed": Mistake(
+        "deadlock.*named barrier", "causal, taking turns",
+        {"pass_turn();\n        hw::wgmma_wait<1>();": "hw::wgmma_wait<1>();"},
+    ),
+    # Products.
+    "wrong stride of k": Mistake(
+        WRONG, "causal", {"shared.k(k_ring.stage), 8 * ROW_BYTES": "shared.k(k_ring.stage), 4 * ROW_BYTES"},
+    ),
+    "wrong step between parts of v": Mistake(
+        WRONG, "causal, taking turns", {"8 * ROW_BYTES, TILE_K * ROW_BYTES);": "8 * ROW_BYTES, 16);"},
+    ),
+    "no fence before wgmma": Mistake(
+        "wgmma.fence is missing", "causal",
+        {"hw::wgmma_fence();\n        multiply_q_k();\n        hw": "multiply_q_k();\n        hw"},
+    ),
+    "no wait for s": Mistake(
+        f"{WRONG}|written to before", "causal",
+        {"hw::wgmma_wait<1>();": ""},
+    ),
+    "no wait for acc": Mistake(
+        f"{WRONG}|written to before", "causal", {"} else {\n            hw::wgmma_wait_alone();": "} else {"},
+    ),
+    "p packed before its product is done": Mistake(
+        "the registers of this wgmma's operand were written to", "causal",
+        {"hw::pin(sums);\n            hw::wgmma_wait_in_place": "pack_p();\n            hw::wgmma_wait_in_place"},
+    ),
+    # Keys beyond the last.
+    "the next sequence's v not cleared": Mistake(
+        WRONG, "packed", {"clears = launch.params.n_sequences > 1 && v_left < TILE_K": "clears = false"},
+    ),
+    "cleared one row too late": Mistake(WRONG, "packed", {"clear_rows(v_left);": "clear_rows(v_left + 1);"}),
+    "cleared without a fence": Mistake("without fence.proxy.async", "packed", {"hw::fence_async();": ""}),
+    "the next tile of k": Mistake(
+        WRONG, "causal",
+        {"work.sequence.k_begin + tile * TILE_K, work.hk": "work.sequence.k_begin + (tile + 1) * TILE_K, work.hk"},
+    ),
+    "a tile too few": Mistake("deadlock", "causal", {"tile >= run.first": "tile > run.first"}),
+    "a mask one key off": Mistake(WRONG, "causal", {"first_key, n * 8 + e);": "first_key, n * 8 + e + 1);"}),
+    # Softmax.
+    "no rescale of row_sum": Mistake(WRONG, "cliff", {"row_sum[half] *= rescale[half];": ""}),
+    "no rescale of acc": Mistake(
+        WRONG, "steep", {"rescale_acc(rescale);\n            pack_p();": "pack_p();"},
+    ),
+    "weights not packed again": Mistake(
+        WRONG, "steep", {"rescale_acc(rescale);\n            pack_p();": "rescale_acc(rescale);"},
+    ),
+    "all sums taken as safe": Mistake(WRONG, "cliff", {"if (rows.is_safe(sums, rows_left))": "if (true)"}),
+    "all sums taken as numbers": Mistake(WRONG, "cliff", {"if (rows.is_finite(sums, rows_left))": "if (true)"}),
+    "float16's range forgotten": Mistake(WRONG, "steep, in float16", {"0x1p31f : 0x1p14f": "0x1p31f : 0x1p31f"}),
+    "another row of k the second time": Mistake(
+        WRONG, "cliff", {"(lane / 16 * 8 + lane % 8) * ROW_BYTES;": "(lane / 16 * 8 + lane % 7) * ROW_BYTES;"},
+    ),
+    "sums of one half only": Mistake(WRONG, "causal", {"rows.row_sum[1] += sums[1];": ""}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def edited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
+    """Puts edits into the kernel's source, as long as the test runs."""
+    read = source._read
+
+    def edit(edits: dict[str, str]) -> None:
+        texts = {name: (SOURCES / name).read_text() for name in FILES}
+        for old, new in edits.items():
+            (name,) = [name for name, text in texts.items() if text.count(old) == 1] or pytest.fail(f"no more: {old}")
+            texts[name] = texts[name].replace(old, new)
+        monkeypatch.setattr(source, "_read", lambda folder, name: texts.get(name) or read(folder, name))
+        monkeypatch.setattr(source, "_sources", OrderedDict())
+
+    return edit
+
+
+def _told(problem: str, order: Order, seed: int) -> str:
+    try:
+        _check(problem, order, seed)
+    except SimulationError as report:
+        return str(report)
+    except ContractError:
+        return WRONG
+    return "sound"
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_caught(mistake: str, edited: Callable[[dict[str, str]], None]) -> None:
+    told, problem, edits = MISTAKES[mistake]
+    edited(edits)
+    reports = []
+    for order, seed in [(order, seed) for seed in (1, 2, 3) for order in Order]:
+        reports.append(_told(problem, order, seed))
+        if re.search(told, reports[-1], re.DOTALL):
+            return
+    pytest.fail(f"told only: {set(reports)}")
+
+
+# -- speculation ------------------------------------------------------------------------------------------------------
+
+RARE = {"tamed": "rows.tame(sums, rescale);", "again": "                multiply_q_k_again();"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "runs"),
+    [
+        ("causal", []), ("rising", ["tamed"]), ("steep", ["tamed"]), ("steep, in float16", ["tamed"]),
+        ("cliff", ["again"]), ("late", ["again"]),
+    ],
+)  # fmt: skip
+def test_what_is_rare_runs_where_it_should(
+    problem: str, runs: list[str], edited: Callable[[dict[str, str]], None]
+) -> None:
+    """That the results are right is seen above; here, that they came about so."""
+    seen = []
+    for name, call in RARE.items():
+        edited({call: f'simulator::fail(line_of_call(), "{name}");\n{call}'})
+        report = _told(problem, Order.FORWARD, 1)
+        seen += [name] if name in report else []
+        assert name in report or report == "sound"
+    assert seen == runs
