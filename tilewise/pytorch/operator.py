@@ -57,7 +57,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any,
     if q.device.type not in ready.DEVICES or wire.is_packed(spec):
         return None
     beside = arrays if sinks is None else [*arrays, sinks]
-    key = (spec, are_aligned(q, k, v), *map(layout, (q, k, v, *beside)))
+    key = (spec, are_aligned(q, k, v), are_aligned(*arrays), *map(layout, (q, k, v, *beside)))
     return _ready.found(key, lambda: make_ready(q, k, v, arrays, sinks, spec))
 
 

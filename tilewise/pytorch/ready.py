@@ -39,8 +39,8 @@ def layout(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.device
 
 
-def are_aligned(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return (q.data_ptr() | k.data_ptr() | v.data_ptr()) % _ALIGNMENT == 0  # type: ignore[no-any-return]
+def are_aligned(*tensors: Tensor) -> bool:
+    return not any(x.data_ptr() % _ALIGNMENT for x in tensors)
 
 
 class Kept(Generic[T]):

@@ -82,7 +82,7 @@ def key(
         if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():  # its numbers are not at its address
             return None
         made += layout(x)
-    made.append(are_aligned(q, k, v))
+    made += are_aligned(q, k, v), are_aligned(*given)
     return tuple(made)
 
 

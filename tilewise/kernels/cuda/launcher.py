@@ -105,7 +105,8 @@ class Room:
         address = ctypes.addressof(memory)
         self.bytes = memoryview(memory.bytes).cast("B")
         self.words = self.bytes.cast("Q")
-        self.maps = [gpu.tensor_map_at(address + i * ctypes.sizeof(structs.TensorMapBytes)) for i in range(3)]
+        size = ctypes.sizeof(structs.TensorMapBytes)
+        self.maps = [gpu.tensor_map_at(address + i * size) for i in range(len(structs.MAPS))]
         self._pointers = (ctypes.c_void_p * 1)(address)
         self.arguments = ctypes.addressof(self._pointers)
 

@@ -14,6 +14,7 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
+from tilewise.kernels.cuda.ops import TABLE_BYTES, Table
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.source import is_raw
 from tilewise.kernels.cuda.tensor_map import TensorMap
@@ -257,10 +258,29 @@ def _section(shape: Shape, made: Tables, at_once: int) -> int:
     return max(1, min(max(by_cache, by_balance), shape.heads * shape.batch))
 
 
-def tensor_maps(operands: dict[str, View], dtype: str, tile: Tile) -> dict[str, TensorMap]:
-    """q, k and v as TMA loads them: (d, n, heads, batch), a part of the columns of one tile at a time."""
+def tensor_maps(
+    operands: dict[str, View], dtype: str, tile: Tile, table: Table | None = None, loaded: Sequence[View] = ()
+) -> dict[str, TensorMap]:
+    """q, k and v as TMA loads them: (d, n, heads, batch), a part of the columns of one tile at a time.
+
+    table: an array among those that the variant loads of which tiles come along: (keys, queries, other, other).
+    """
     rows = {"q": tile.q, "k": tile.k, "v": tile.k}
-    return {name: _tensor_map(operands[name], dtype, count) for name, count in rows.items()}
+    maps = {name: _tensor_map(operands[name], dtype, count) for name, count in rows.items()}
+    if table is not None:
+        maps["table"] = _table_map(loaded[table.slot], table, tile)
+    return maps
+
+
+def _table_map(view: View, table: Table, tile: Tile) -> TensorMap:
+    size = TABLE_BYTES[table.dtype]
+    axes = (table.q_axis, *table.others)
+    sizes = [view.shape[table.k_axis], *(view.shape[i] for i in axes)]
+    steps = [size * view.steps[i] if view.shape[i] > 1 else 16 for i in axes]
+    missing = 4 - len(sizes)
+    return TensorMap(
+        view.address, table.dtype, (*sizes, *[1] * missing), (*steps, *[16] * missing), (128 // size, tile.q, 1, 1)
+    )
 
 
 def _tensor_map(view: View, dtype: str, rows: int) -> TensorMap:

@@ -24,6 +24,8 @@ STORED = {
     "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char", "bool": "Truth",
 }  # fmt: skip
 
+TABLE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # of the cells of tables that come by tiles
+
 # Bounds are sums of a few variables and a constant, and must fit 32 bits: positions may not be beyond MOST_POSITIONS.
 MOST_POSITIONS = 2**27
 _MOST_TERMS, _MOST_CONSTANT = 4, 2**28
@@ -81,6 +83,21 @@ class Statement:
     uses: tuple[Term, ...]
 
 
+@dataclass(frozen=True)
+class Table:
+    """An array of which a score reads the cell of its query and its key: a tile of it can come along with one of keys.
+
+    Its axes: those of queries and of keys, and the others, which a head chooses.
+    """
+
+    cell: str  # of variant::Near
+    slot: int
+    dtype: str
+    q_axis: int
+    k_axis: int
+    others: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Variant:
     """The C++ of an attention's mask and score, the arrays it loads from, and constants that it is told at run time: so
@@ -89,18 +106,21 @@ class Variant:
     text: str
     slots: tuple[Loaded, ...]
     constants: tuple[int, ...] = ()
+    table: Table | None = None
 
 
 def variant(mask: Expr | None, score: Expr | None) -> Variant:
     """What `variant.h` stands for in a kernel's source."""
     writer = _Writer()
-    functions = [
-        writer.function("float", "score", lambda: writer.term(S if score is None else score), parameter=", float s"),
-        writer.function("bool", "mask", lambda: writer.within_keys(mask)),
-    ]
+    of_score = writer.function(
+        "float", "score", lambda: writer.term(S if score is None else score), parameter=", float s"
+    )
+    writer.takes_table = False  # masks are not looked at in every tile
+    functions = [of_score, writer.function("bool", "mask", lambda: writer.within_keys(mask))]
     flag = f"constexpr bool HAS_SCORE = {_bool(score is not None)};"
-    return Variant("\n\n".join([_OPENING, flag, *writer.places(), *functions, "}  // namespace variant\n"]),
-                   tuple(writer.slots), tuple(form[""] for form in writer.told))  # fmt: skip
+    parts = [_OPENING, flag, *writer.places(), *writer.of_table(), *functions, "}  // namespace variant\n"]
+    told = tuple(form[""] for form in writer.told)
+    return Variant("\n\n".join(parts), tuple(writer.slots), told, writer.table)
 
 
 def _bool(value: bool) -> str:
@@ -142,6 +162,9 @@ class _Writer:
     needed: dict[Place, set[str]] = field(default_factory=lambda: {place: set() for place in _NAMES})
     bounds: list[str] = field(default_factory=list)
     cells: dict[tuple[str, str], Statement] = field(default_factory=dict)  # of a row's own, by where they are read
+    table: Table | None = None
+    takes_table: bool = True
+    table_at: list[str] = field(default_factory=list)  # the indices of its other axes
     starts: dict[str, str] = field(default_factory=dict)  # floats of rows that columns are added to or taken from
     told: list[Linear] = field(default_factory=list)  # bounds whose constants are told at run time
     _count: int = 0
@@ -184,7 +207,8 @@ class _Writer:
         where = [tuple(term.text for term in x.uses) for x in kept]
         one = ", ".join(f"row.{cells}.read(key.{at})" for cells, at in where)
         two = "".join(
-            f"{_INDENT}row.{cells}.read_two(key.{at}, next.{at}, two[0].{x.name}, two[1].{x.name});"
+            f"{_INDENT}{'if (!USES_TABLE) ' if self.table and self.table.cell == x.name else ''}"
+            f"row.{cells}.read_two(key.{at}, next.{at}, two[0].{x.name}, two[1].{x.name});"
             for x, (cells, at) in zip(kept, where, strict=True)
         )
         given = "const Row& row, const Key& key"
@@ -366,7 +390,9 @@ class _Writer:
         for offset in sorted(offsets[False], key=lambda term: term.place):
             cells = self.emit("{0}.moved({1})", (cells, offset), f"Cells<{stored}>")
         if [(x.place, x.type) for x in offsets[True]] == [(Place.KEY, "int")] and cells.place == Place.ROW:
-            return self._near(cells, offsets[True][0], type_)
+            near = self._near(cells, offsets[True][0], type_)
+            self._find_table(number, slot, index, self.cells[cells.text, offsets[True][0].text].name)
+            return near
         places = " + ".join(f"{{{i + 1}}}" for i in range(len(offsets[True]))) or "0"
         return self.emit(f"{{0}}.read({places})", (cells, *offsets[True]), type_)
 
@@ -377,6 +403,36 @@ class _Writer:
             self.cells[cell] = Statement(f"n{len(self.cells)}", type_, "", (cells, offset))
         found = self.cells[cell]
         return Term(self.statement(type_, f"near.{found.name}", Place.SCORE, found.uses), type_, Place.SCORE)
+
+    def _find_table(self, number: int, slot: Loaded, index: tuple[Term, ...], cell: str) -> None:
+        """The first array that can come by tiles: floats of queries and keys, in steps that the copy engine takes."""
+        dtype = arrays.dtype_name(slot.array)
+        axes = {name: [i for i, x in enumerate(index) if x.linear == {name: 1}] for name in ("Q", "K")}
+        taken = self.table is not None or not self.takes_table
+        if taken or dtype not in TABLE_BYTES or [len(x) for x in axes.values()] != [1, 1]:
+            return
+        (q_axis,), (k_axis,) = axes["Q"], axes["K"]
+        others = tuple(i for i in range(len(index)) if i not in (q_axis, k_axis))
+        steps = [TABLE_BYTES[dtype] * steps_of(slot.array)[i] for i in (q_axis, *others) if slot.array.shape[i] > 1]
+        if len(others) > 2 or any(index[i].place != Place.HEAD for i in others):
+            return
+        if any(step % 16 or step <= 0 for step in steps):
+            return
+        self.table = Table(cell, number, dtype, q_axis, k_axis, others)
+        at = [self.emit(f"clamped(params.arrays[{number}], {i}, {{0}})", (index[i],), "int") for i in others]
+        self._need(*at)
+        self.table_at = [f"head.{x.text}" for x in at]
+
+    def of_table(self) -> list[str]:
+        """What a kernel needs to load tiles of the table, and to hand their cells to scores."""
+        stored = STORED[self.table.dtype] if self.table else "float"
+        at = ", ".join([*self.table_at, "0", "0"][:2])
+        set_cell = f"near.{self.table.cell} = value;" if self.table else ""
+        return [
+            f"typedef {stored} TableCell;",
+            f"{_INLINE} int2 table_at(const Head& head) {{ return make_int2({at}); }}",
+            f"{_INLINE} void set_table_cell(Near& near, float value) {{ {set_cell} }}",
+        ]
 
 
 class _Variables(dict[str, Term]):

@@ -15,6 +15,7 @@ from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.spec import Attention, Shape, Tile
 
 _WORD = 8  # bytes
+_OPERANDS = ("q", "k", "v", "out", "lse")  # whose addresses come first in a launch
 
 
 class Prepared:
@@ -25,7 +26,7 @@ class Prepared:
 
     def __init__(
         self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Any,
-        refining: Refining | None = None,
+        refining: Refining | None = None, mapped: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._device, self._blocks = device, blocks
         self._threads, self._shared_bytes = source.threads, source.shared_bytes
@@ -35,6 +36,7 @@ class Prepared:
         self._tables = tables  # held: the template has their address
         self._streams: set[int] = set()  # those on which the tables were ever read
         self._refining = refining
+        self._mapped = mapped  # which addresses tensor maps are of
 
     def launch(self, addresses: Sequence[int]) -> None:
         """On the current stream of the device; the addresses of q, k, v, out, lse, the loaded arrays, and of sinks, if
@@ -49,8 +51,8 @@ class Prepared:
         for place, address in zip(self._places, addresses, strict=True):
             room.words[place] = address
         if self._next_item is not None:
-            for tensor_map, address in zip(room.maps, addresses, strict=False):
-                gpu.replace_address(tensor_map, address)
+            for tensor_map, i in zip(room.maps, self._mapped, strict=False):
+                gpu.replace_address(tensor_map, addresses[i])
             room.words[self._next_item] = launcher.count_on(self._device, stream, capturing)
         if self._refining is not None:
             refined = self._refining.launch(addresses)  # held until the launch: another thread may use this stream
@@ -108,17 +110,22 @@ def prepare(
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
         return None
-    source, slots = assembled(rung, spec, shape, tile)
+    source, slots = assembled(rung, spec, shape, tile, tables=all(view.address % 16 == 0 for view in loaded))
     place = {id(slot.array): i for i, slot in enumerate(slots)}
     order = [place[id(slot.array)] for slot in spec.loaded]
     in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
     params = marshal.params(spec, shape, tables, numbers.data_ptr(), views, sinks, in_order, source.constants)
     if rung.persistent:
-        maps = {name: x.encoded() for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
+        maps = {
+            name: x.encoded()
+            for name, x in marshal.tensor_maps(views, shape.dtype, tile, source.table, in_order).items()
+        }
         blocks = min(blocks, gpu.multiprocessors(device))
         params = marshal.launch(params, spec, shape, tables, maps, 0, blocks)
     refining = _refining(spec, shape, tile, params, tables, order, device, numbers) if rung.persistent else None
-    return Prepared(device, source, blocks, params, _places(params, order, sinks is not None), numbers, refining)
+    mapped = [0, 1, 2] if source.table is None else [0, 1, 2, len(_OPERANDS) + order.index(source.table.slot)]
+    places = _places(params, order, sinks is not None)
+    return Prepared(device, source, blocks, params, places, numbers, refining, mapped)
 
 
 def _refining(
@@ -139,7 +146,7 @@ def _places(params: Any, order: Sequence[int], has_sinks: bool) -> list[int]:
     has_more = hasattr(params, "params")  # Launch and Refinement have Params in them
     inner = type(params.params if has_more else params)
     first = type(params).params.offset if has_more else 0
-    offsets = [getattr(inner, name).offset for name in ("q", "k", "v", "out", "lse")]
+    offsets = [getattr(inner, name).offset for name in _OPERANDS]
     offsets += [inner.arrays.offset + i * ctypes.sizeof(structs.Slot) for i in order]
     offsets += [inner.sinks.offset] if has_sinks else []
     return [(first + offset) // _WORD for offset in offsets]

@@ -30,8 +30,11 @@ class Rung(Protocol):
 
     def threads(self, tile: Tile) -> int: ...
 
-    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
-        """Further constants of the source; SHARED_BYTES is how much dynamic shared memory a block has."""
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+        """Further constants of the source; SHARED_BYTES is how much dynamic shared memory a block has.
+
+        cell_bytes: of the numbers of a table whose tiles could come along with those of keys; 0 if there is none.
+        """
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         """Headers that are made for the source."""
@@ -52,7 +55,7 @@ class Naive:
     def threads(self, tile: Tile) -> int:
         return tile.q
 
-    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         return {"SHARED_BYTES": 0}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
@@ -82,7 +85,7 @@ class Tiled:
     def threads(self, tile: Tile) -> int:
         return 128
 
-    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         # As in tiled.cu: whole rows of groups and lanes, whole slices, and four numbers more a row.
         rows, keys, columns = _up(tile.q, 8), _up(tile.k, 16), _up(shape.d, self.SLICE)
         numbers = rows * (columns + 4) + keys * (self.SLICE + 4) + rows * (keys + 4)
@@ -129,14 +132,20 @@ class ForwardSm90:
     def threads(self, tile: Tile) -> int:
         return (tile.q // 64 + 1) * 128
 
-    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         q_bytes, stage_bytes = self._bytes(tile, shape)
-        stages = min((self.SHARED - self.AROUND - q_bytes) // stage_bytes, self.MOST_STAGES)
+        table_bytes = -(-tile.k * cell_bytes // 128) * tile.q * 128
+        room = self.SHARED - self.AROUND - q_bytes
+        # As many stages of the table as leave two of keys; if none does, scores read it themselves.
+        tables = next((n for n in (2, 1) if table_bytes and room - n * table_bytes >= 2 * stage_bytes), 0)
+        stages = min((room - tables * table_bytes) // stage_bytes, self.MOST_STAGES)
         three = tile.q == 192
         held = _up(shape.d_v, 16) // 2 + tile.k // 2 + tile.k // 4 + _up(shape.d, 16) // 4  # registers: acc, s, p, q
         return {
             "STAGES": stages,
-            "SHARED_BYTES": q_bytes + stages * stage_bytes + self.AROUND,
+            "SHARED_BYTES": q_bytes + stages * stage_bytes + tables * table_bytes + self.AROUND,
+            "USES_TABLE": tables > 0,
+            "TABLE_STAGES": max(tables, 1),
             "Q_IN_REGISTERS": held <= 200,
             "PING_PONG": tile.q == 128 and shape.d > 64,
             # When most exponentials of a tile are under way, the product before is waited for.
@@ -171,7 +180,7 @@ class Refine:
     def threads(self, tile: Tile) -> int:
         return 1024 // tile.q * tile.q
 
-    def constants(self, tile: Tile, shape: Shape) -> Mapping[str, int | bool]:
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         # A launch says how much memory is shared: a byte for each warp of a tile's queries and each key tile.
         return {"SHARED_BYTES": 0, "THREADS": self.threads(tile)}
 

@@ -13,7 +13,7 @@ from typing import Any
 from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
-from tilewise.kernels.cuda.ops import STORED, Variant, steps_of, variant
+from tilewise.kernels.cuda.ops import STORED, TABLE_BYTES, Table, Variant, steps_of, variant
 from tilewise.kernels.cuda.rungs import SOURCES, Rung
 from tilewise.sharing import Lock
 from tilewise.spec import Attention, Shape, Tile
@@ -34,19 +34,23 @@ class Source:
     threads: int
     shared_bytes: int
     constants: tuple[int, ...] = ()  # that the variant is told at run time
+    table: Table | None = None  # whose tiles come along with those of keys
 
 
 def assembled(
-    rung: Rung, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None
+    rung: Rung, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None, tables: bool = True
 ) -> tuple[Source, list[Loaded]]:
-    """The source of a call, made once for all calls of its kind; and the arrays it loads, in their order."""
+    """The source of a call, made once for all calls of its kind; and the arrays it loads, in their order.
+
+    tables: whether the arrays begin where the copy engine can load them from.
+    """
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
     sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
     raw = is_raw(spec)
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
-        rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None,
+        rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None, tables,
         *(tuple(step == 1 for step in steps_of(slot.array)) for slot in slots),
         *(None if e is None else (e.key, *(number[id(x.array)] for x in loads(e))) for e in (spec.score, spec.mask)),
     )  # fmt: skip
@@ -54,7 +58,7 @@ def assembled(
         found = _sources.pop(key, None)
         if found is None:
             made = variant(spec.mask, spec.score)
-            found = source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers)
+            found = source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables)
         _sources[key] = found
         if len(_sources) > _MOST_SOURCES:
             _sources.popitem(last=False)
@@ -80,16 +84,18 @@ def source(
     raw: bool = True,
     sinks: str | None = None,
     headers: Headers | None = None,
+    tables: bool = True,
 ) -> Source:
     """The source of one kernel.
 
     raw: products of q and k grow as scores do, so that the scale can be left to the exponent. sinks: their type, if
-    there are any. headers: these replace files of those names.
+    there are any. headers: these replace files of those names. tables: whether the copy engine can load the arrays.
     """
     constants = {
         "D": shape.d, "D_V": shape.d_v, "TILE_Q": tile.q, "TILE_K": tile.k, "MAX_RANK": structs.MAX_RANK,
         "MAX_CONSTANTS": structs.MAX_CONSTANTS,
-        "N_ARRAYS": len(made.slots), "HAS_SINKS": sinks is not None, "RAW_SCORES": raw, **rung.constants(tile, shape),
+        "N_ARRAYS": len(made.slots), "HAS_SINKS": sinks is not None, "RAW_SCORES": raw, "USES_TABLE": False,
+        **rung.constants(tile, shape, TABLE_BYTES[made.table.dtype] if made.table and tables else 0),
     }  # fmt: skip
     config = "\n".join([
         "struct Half;", "struct BFloat;",
@@ -98,7 +104,8 @@ def source(
     ])  # fmt: skip
     given = {"config.h": config, "variant.h": made.text, **rung.headers(tile, shape), **(headers or {})}
     text = spliced(f"{rung.name}.cu", given, rung.folder)
-    return Source(text, rung.name, rung.threads(tile), constants["SHARED_BYTES"], made.constants)
+    table = made.table if constants["USES_TABLE"] else None
+    return Source(text, rung.name, rung.threads(tile), constants["SHARED_BYTES"], made.constants, table)
 
 
 def spliced(name: str, given: Headers, folder: Path = SOURCES) -> str:

@@ -33,6 +33,7 @@ class Slot(Structure):
 
 
 TensorMapBytes = c_byte * 128
+MAPS = ("q", "k", "v", "table")  # of Launch
 
 
 @cache
@@ -60,7 +61,7 @@ def launch_type(n_arrays: int) -> type[Structure]:
 
     class Launch(Structure):
         _fields_ = [
-            *((name, TensorMapBytes) for name in ("q", "k", "v")),
+            *((name, TensorMapBytes) for name in MAPS),
             ("params", params_type(n_arrays)),
             ("records", c_void_p),
             *((name, c_int32) for name in ("record_batch", "record_head")),

@@ -67,16 +67,19 @@ def _forward(
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
         return Partial(out, lse)
-    text, slots = assembled(rung, spec, shape, tile, simulator.headers())
+    begins = [int(_walkable(arrays.as_numpy(slot.array)).ctypes.data) for slot in spec.loaded]
+    text, slots = assembled(rung, spec, shape, tile, simulator.headers(), all(at % 16 == 0 for at in begins))
     sinks = None if spec.sinks is None else _walkable(arrays.as_numpy(spec.sinks))
     loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
+    loaded_views = [View.of_numpy(x) for x in loaded]
     params = marshal.params(
         spec, shape, tables, int(tables.numbers.ctypes.data), views,
-        None if sinks is None else View.of_numpy(sinks), [View.of_numpy(x) for x in loaded], text.constants,
+        None if sinks is None else View.of_numpy(sinks), loaded_views, text.constants,
     )  # fmt: skip
     if rung.persistent:
         count = np.zeros(1, np.int32)
-        maps = {name: bytes(x.simulated()) for name, x in marshal.tensor_maps(views, shape.dtype, tile).items()}
+        made = marshal.tensor_maps(views, shape.dtype, tile, text.table, loaded_views)
+        maps = {name: bytes(x.simulated()) for name, x in made.items()}
         blocks = min(blocks, MULTIPROCESSORS)
         params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data), blocks)
     simulator.compile_source(text.text).launch(

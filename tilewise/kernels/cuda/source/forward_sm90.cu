@@ -27,6 +27,7 @@ struct Consumer {
     const int number, lane;  // which warpgroup of consumers this is
     Ring<1> q_ring;
     Ring<STAGES> k_ring, v_ring;
+    Ring<TABLE_STAGES> table_ring;
     Ring<ITEMS> items;
     KeyTiles keys;
     Softmax<TILE_K> rows;
@@ -52,9 +53,15 @@ struct Consumer {
     __device__ __forceinline__ void pass_turn() const {
         if (PING_PONG) hw::barrier_arrive(threadIdx.x / 128 % WARPGROUPS + 1, 256);
     }
+    // k, and what came with it.
     __device__ __forceinline__ void free_k() {
         arrive(shared.k_free(k_ring.stage));
         k_ring.advance();
+        if (USES_TABLE) {
+            __syncwarp();  // all lanes have read their cells
+            arrive(shared.table_free(table_ring.stage));
+            table_ring.advance();
+        }
     }
     __device__ __forceinline__ void free_v() {
         arrive(shared.v_free(v_ring.stage));
@@ -63,6 +70,7 @@ struct Consumer {
     // A tile that counts for another warpgroup only. Its k is let go at once, its v when that of the tile before was read.
     __device__ __forceinline__ void skip_k() {
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(table_ring.stage), table_ring.parity);
         take_turn();
         pass_turn();
         free_k();
@@ -162,8 +170,11 @@ struct Consumer {
     template <bool MASKED> __device__ __forceinline__ void score() { score<MASKED>(keys.tile); }
     template <bool MASKED> __device__ __forceinline__ void score(int tile) {
         const Params& params = launch.params;
-        if constexpr (SCORED) rows.template score<MASKED>(params, places, tile, lane);
-        else if constexpr (MASKED) rows.template score<true>(params, places_of(params, item(), first_row()), tile, lane);
+        const TableRows table{shared.memory + Shared::TABLE + table_ring.stage * TABLE_BYTES, first_row(), lane};
+        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(table_ring.stage), table_ring.parity);
+        if constexpr (SCORED) rows.template score<MASKED>(params, places, tile, lane, table);
+        else if constexpr (MASKED)
+            rows.template score<true>(params, places_of(params, item(), first_row()), tile, lane, table);
     }
 
     // 5 row_max, rescale, p, row_sum: sm90_softmax.h

@@ -11,10 +11,13 @@ constexpr int Q_PARTS = ceil_div(D, PART), V_PARTS = ceil_div(D_V, PART);
 constexpr int DEPTH = ceil_div(D, 16) * 16, COLUMNS = ceil_div(D_V, 16) * 16;  // as wgmma takes them; what is beyond is 0
 constexpr int Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, K_BYTES = TILE_K * Q_PARTS * ROW_BYTES,
               V_BYTES = TILE_K * V_PARTS * ROW_BYTES;
+// A tile of the table, if there is one, comes with each tile of keys: of all its queries, in parts of 128 bytes a row.
+constexpr int TABLE_COLUMNS = ROW_BYTES / sizeof(variant::TableCell), TABLE_PARTS = ceil_div(TILE_K, TABLE_COLUMNS),
+              TABLE_BYTES = TABLE_PARTS * TILE_Q * ROW_BYTES;
 constexpr int WARPGROUPS = TILE_Q / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
 
 struct Launch {  // as in ../structs.py
-    TensorMap q, k, v;
+    TensorMap q, k, v, table;
     Params params;
     const int* records;  // an Item for each query tile, those with the most key tiles first, but for the head
     int record_batch, record_head;  // steps between the records of batch indices and heads whose plans differ
@@ -41,9 +44,10 @@ struct Shared {
     uint32 base;
     unsigned char* memory;
 
-    static constexpr int K = Q_BYTES, V = K + STAGES * K_BYTES, BARRIERS = V + STAGES * V_BYTES, ITEM = BARRIERS + 256,
+    static constexpr int K = Q_BYTES, V = K + STAGES * K_BYTES, TABLE = V + STAGES * V_BYTES,
+                         BARRIERS = TABLE + (USES_TABLE ? TABLE_STAGES * TABLE_BYTES : 0), ITEM = BARRIERS + 256,
                          END = BARRIERS + 1024;
-    static_assert(8 * (4 + 2 * ITEMS + 4 * STAGES) <= ITEM - BARRIERS, "barriers have room");
+    static_assert(8 * (4 + 2 * ITEMS + 4 * STAGES + 2 * TABLE_STAGES) <= ITEM - BARRIERS, "barriers have room");
     static_assert(ITEM + ITEMS * sizeof(Item) <= END && END + 1024 == SHARED_BYTES, "as the host reckons it");
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
@@ -54,6 +58,7 @@ struct Shared {
     __device__ __forceinline__ uint32 q() const { return base; }
     __device__ __forceinline__ uint32 k(int stage) const { return base + K + stage * K_BYTES; }
     __device__ __forceinline__ uint32 v(int stage) const { return base + V + stage * V_BYTES; }
+    __device__ __forceinline__ uint32 table(int stage) const { return base + TABLE + stage * TABLE_BYTES; }
     __device__ __forceinline__ Item& item(int i) const { return reinterpret_cast<Item*>(memory + ITEM)[i]; }
 
     // A full barrier tells consumers that a tile is there, a free one tells the producer that it was read.
@@ -68,6 +73,8 @@ struct Shared {
     __device__ __forceinline__ uint32 v_free(int stage) const { return barrier(4 + 3 * STAGES + stage); }
     __device__ __forceinline__ uint32 item_full(int i) const { return barrier(4 + 4 * STAGES + i); }
     __device__ __forceinline__ uint32 item_free(int i) const { return barrier(4 + 4 * STAGES + ITEMS + i); }
+    __device__ __forceinline__ uint32 table_full(int stage) const { return barrier(4 + 4 * STAGES + 2 * ITEMS + stage); }
+    __device__ __forceinline__ uint32 table_free(int stage) const { return table_full(TABLE_STAGES + stage); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(q_full(), 1);
@@ -79,6 +86,10 @@ struct Shared {
             hw::mbarrier_init(k_free(stage), CONSUMER_WARPS);
             hw::mbarrier_init(v_full(stage), 1);
             hw::mbarrier_init(v_free(stage), CONSUMER_WARPS);
+        }
+        for (int stage = 0; stage < TABLE_STAGES; stage++) {
+            hw::mbarrier_init(table_full(stage), 1);
+            hw::mbarrier_init(table_free(stage), CONSUMER_WARPS);
         }
         for (int i = 0; i < ITEMS; i++) {
             hw::mbarrier_init(item_full(i), 1);

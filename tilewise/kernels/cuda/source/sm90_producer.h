@@ -70,12 +70,13 @@ struct Loader {
     Ring<STAGES> k_ring, v_ring;
     Ring<ITEMS> items;
     Ring<1> tail_ring;
+    Ring<TABLE_STAGES> table_ring;
     // The tile whose v is still to come: consumers need it a step after its k.
     int v_tile, v_row, v_left, v_head, v_batch;
 
     __device__ __forceinline__ Loader(const Launch& launch, const Shared& shared)
         : launch(launch), shared(shared), lane(threadIdx.x % 32), v_tile(-1) {
-        q_ring.parity = k_ring.parity = v_ring.parity = 1;  // all places are free
+        q_ring.parity = k_ring.parity = v_ring.parity = table_ring.parity = 1;  // all places are free
     }
 
     __device__ __forceinline__ void run() {
@@ -83,6 +84,7 @@ struct Loader {
             hw::tma_prefetch(&launch.q);
             hw::tma_prefetch(&launch.k);
             hw::tma_prefetch(&launch.v);
+            if (USES_TABLE) hw::tma_prefetch(&launch.table);
         }
         while (true) {
             hw::mbarrier_wait(shared.item_full(items.stage), items.parity);
@@ -98,6 +100,7 @@ struct Loader {
 #pragma unroll 1
                 for (int tile = run.last - 1; tile >= run.first; tile--) {
                     load_k(item.work, tile);
+                    if (USES_TABLE) load_table(item.work, tile);
                     load_v();
                     v_is_next(item.work, tile);
                 }
@@ -130,6 +133,20 @@ struct Loader {
                                 work.sequence.k_begin + tile * TILE_K, work.hk, work.b);
         }
         k_ring.advance();
+    }
+
+    __device__ __forceinline__ void load_table(const Work& work, int tile) {
+        hw::mbarrier_wait(shared.table_free(table_ring.stage), table_ring.parity);
+        if (lane == 0) {
+            const uint32 full = shared.table_full(table_ring.stage);
+            const int2 at = variant::table_at(variant::head(launch.params, work));
+            const int key = work.sequence.origin_k + tile * TILE_K, query = work.sequence.origin_q + work.first_query;
+            hw::mbarrier_arrive_expect(full, TABLE_BYTES);
+            for (int part = 0; part < TABLE_PARTS; part++)
+                hw::tma_load_4d(shared.table(table_ring.stage) + part * TILE_Q * ROW_BYTES, &launch.table, full,
+                                key + part * TABLE_COLUMNS, query, at.x, at.y);
+        }
+        table_ring.advance();
     }
 
     __device__ __forceinline__ void v_is_next(const Work& work, int tile) {

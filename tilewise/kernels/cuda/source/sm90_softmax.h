@@ -32,6 +32,25 @@ __device__ __forceinline__ float largest_of_quad(float x) {
 __device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
 __device__ __forceinline__ float power_of_2(int exponent) { return __uint_as_float(unsigned(127 + exponent) << 23); }
 
+// A thread's two rows of the table's tile, swizzled as the copy engine does: chunks of 16 bytes change places by row.
+struct TableRows {
+    const unsigned char* first;  // the tile
+    int row, lane;
+
+    // Cells of columns n * 8 + lane % 4 * 2 and the next, of the row or of that 8 below.
+    __device__ __forceinline__ void read_two(int n, int half, float& x, float& y) const {
+        struct alignas(2 * sizeof(variant::TableCell)) Two {
+            variant::TableCell x, y;
+        };
+        const int byte = (n * 8 + lane % 4 * 2) * sizeof(variant::TableCell), column = byte % ROW_BYTES;
+        const int chunk = (column / 16) ^ row % 8;
+        const unsigned char* const at = first + byte / ROW_BYTES * (TILE_Q * ROW_BYTES) + (row + half * 8) * ROW_BYTES;
+        const Two two = *reinterpret_cast<const Two*>(at + chunk * 16 + column % 16);
+        x = widen(two.x);
+        y = widen(two.y);
+    }
+};
+
 template <int KEYS> struct Softmax {
     float s[KEYS / 2];
     // As powers of 2, and rounded to whole ones: then rescaling multiplies by a power of 2 and loses nothing.
@@ -41,7 +60,8 @@ template <int KEYS> struct Softmax {
     // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
     static constexpr int BATCH = 4;
     template <bool MASKED>
-    __device__ __forceinline__ void score(const Params& params, const Places& places, int tile, int lane) {
+    __device__ __forceinline__ void score(const Params& params, const Places& places, int tile, int lane,
+                                          const TableRows& table) {
         const int first_key = tile * KEYS + lane % 4 * 2;  // so that columns below are constants
         const variant::Row rows[2] = {variant::seen_from(places.rows[0], first_key),
                                       variant::seen_from(places.rows[1], first_key)};
@@ -55,8 +75,15 @@ template <int KEYS> struct Softmax {
                 for (int e = 0; e < 2; e++)
                     keys[i][e] = variant::key(params, places.head, first_key, (first + i) * 8 + e);
 #pragma unroll
-                for (int half = 0; half < 2; half++)
+                for (int half = 0; half < 2; half++) {
                     variant::near_cells(rows[half], keys[i][0], keys[i][1], near[i][half]);
+                    if constexpr (USES_TABLE) {
+                        float cells[2];
+                        table.read_two(first + i, half, cells[0], cells[1]);
+                        variant::set_table_cell(near[i][half][0], cells[0]);
+                        variant::set_table_cell(near[i][half][1], cells[1]);
+                    }
+                }
             }
 #pragma unroll
             for (int i = 0; i < 4 * BATCH && first + i / 4 < KEYS / 8; i++) {
