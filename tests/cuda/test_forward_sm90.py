@@ -149,12 +149,7 @@ MISTAKES: dict[str, Mistake] = {
         {"hw::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);\n        multiply_p_v();": "multiply_p_v();"},
     ),
     "no wait for q": Mistake(
-        f"{WRONG}|deadlock", "causal", {"hw::mbarrier_wait(shared.q_full(), q_ring.parity);": ""},
-    ),
-    "q of the item before": Mistake(
-        WRONG, "causal",
-        {"hw::mbarrier_wait(shared.q_full(), q_ring.parity);":
-         "hw::mbarrier_wait(shared.item_full(items.stage), items.parity);"},
+        WRONG, "causal", {"hw::mbarrier_wait(shared.q_full(), q_ring.parity);": ""},
     ),
     "v expected to be there at first": Mistake(
         "deadlock", "causal", {"k_ring.parity = v_ring.parity = 1;": "k_ring.parity = 1;"},
@@ -171,7 +166,7 @@ MISTAKES: dict[str, Mistake] = {
     # Places are let go.
     "k never let go": Mistake("deadlock", "causal", {"arrive(shared.k_free(k_ring.stage));": ""}),
     "q never let go": Mistake("deadlock", "causal", {"arrive(shared.q_free());": ""}),
-    "items never let go": Mistake("deadlock", "causal", {"arrive(shared.item_free(done));": ""}),
+    "items never let go": Mistake("deadlock", "causal", {"hw::mbarrier_arrive(shared.item_free(done));": ""}),
     "too many to let q go": Mistake(
         "deadlock", "causal", {"init(q_free(), CONSUMER_WARPS)": "init(q_free(), CONSUMER_WARPS + 1)"},
     ),
@@ -188,15 +183,15 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "k let go before it is multiplied again": Mistake(
         WRONG, "cliff",
-        {"        score<false>();\n        float sums[2];":
-         "        score<false>();\n        arrive(shared.k_free(k_ring.stage));\n        float sums[2];",
+        {"score<false>();\n        float rescale[2], sums":
+         "score<false>();\n        arrive(shared.k_free(k_ring.stage));\n        float rescale[2], sums",
          "free_k();\n        free_v();": "k_ring.advance();\n        free_v();"},
     ),
     "v let go before it is multiplied": Mistake(
         WRONG, "causal",
         {"const bool needed = rows.exact(launch, rescale, PATIENCE);":
          "arrive(shared.v_free(v_ring.stage));\n        const bool needed = rows.exact(launch, rescale, PATIENCE);",
-         "        hw::pin(p);\n        free_v();": "        hw::pin(p);\n        v_ring.advance();"},
+         "rescale_acc(rescale);\n        free_v();": "rescale_acc(rescale);\n        v_ring.advance();"},
     ),
     "an item's place taken too early": Mistake(
         WRONG, "causal",
@@ -224,11 +219,16 @@ MISTAKES: dict[str, Mistake] = {
         {"hw::wgmma_wait<1>();": ""},
     ),
     "no wait for acc": Mistake(
-        f"{WRONG}|written to before", "causal", {"} else {\n            hw::wgmma_wait_alone();": "} else {"},
+        f"{WRONG}|written to before", "causal", {"hw::wgmma_wait_in_place(launch.items > 0);": ""},
+    ),
+    "warps that wait at places of their own": Mistake(
+        "another warp of the warpgroup waits for its products at forward_sm90.cu", "causal",
+        {"        wait_for_p_v();\n        if (needed) rescale_acc":
+         "        if (needed) hw::wgmma_wait<0>();\n        else wait_for_p_v();\n        if (needed) rescale_acc"},
     ),
     "p packed before its product is done": Mistake(
         "the registers of this wgmma's operand were written to", "causal",
-        {"hw::pin(sums);\n            hw::wgmma_wait_in_place": "pack_p();\n            hw::wgmma_wait_in_place"},
+        {"hw::pin(sums);": "pack_p();"},
     ),
     # Keys beyond the last.
     "the next sequence's v not cleared": Mistake(
@@ -241,20 +241,23 @@ MISTAKES: dict[str, Mistake] = {
         {"work.sequence.k_begin + tile * TILE_K, work.hk": "work.sequence.k_begin + (tile + 1) * TILE_K, work.hk"},
     ),
     "a tile too few": Mistake("deadlock", "causal", {"tile >= run.first": "tile > run.first"}),
-    "a mask one key off": Mistake(WRONG, "causal", {"first_key, n * 8 + e);": "first_key, n * 8 + e + 1);"}),
+    "a mask one key off": Mistake(WRONG, "causal", {"(first + i) * 8 + e);": "(first + i) * 8 + e + 1);"}),
     # Softmax.
     "no rescale of row_sum": Mistake(WRONG, "cliff", {"row_sum[half] *= rescale[half];": ""}),
     "no rescale of acc": Mistake(
-        WRONG, "steep", {"rescale_acc(rescale);\n            pack_p();": "pack_p();"},
+        WRONG, "steep", {"        rescale_acc(rescale);\n        pack_p();\n    }": "        pack_p();\n    }"},
+    ),
+    "no rescale of acc after a tile computed again": Mistake(
+        WRONG, "cliff", {"if (needed) rescale_acc(rescale);\n            pack_p();": "pack_p();"},
     ),
     "weights not packed again": Mistake(
-        WRONG, "steep", {"rescale_acc(rescale);\n            pack_p();": "rescale_acc(rescale);"},
+        WRONG, "steep", {"rescale_acc(rescale);\n        pack_p();\n    }": "rescale_acc(rescale);\n    }"},
     ),
     "all sums taken as safe": Mistake(WRONG, "cliff", {"if (rows.is_safe(sums, rows_left))": "if (true)"}),
     "all sums taken as numbers": Mistake(WRONG, "cliff", {"if (rows.is_finite(sums, rows_left))": "if (true)"}),
     "float16's range forgotten": Mistake(WRONG, "steep, in float16", {"0x1p31f : 0x1p14f": "0x1p31f : 0x1p31f"}),
     "another row of k the second time": Mistake(
-        WRONG, "cliff", {"(lane / 16 * 8 + lane % 8) * ROW_BYTES;": "(lane / 16 * 8 + lane % 7) * ROW_BYTES;"},
+        WRONG, "late", {"(lane / 16 * 8 + lane % 8) * ROW_BYTES;": "(lane / 16 * 8 + lane % 7) * ROW_BYTES;"},
     ),
     "sums of one half only": Mistake(WRONG, "causal", {"rows.row_sum[1] += sums[1];": ""}),
 }  # fmt: skip
@@ -300,7 +303,7 @@ def test_a_mistake_is_caught(mistake: str, edited: Callable[[dict[str, str]], No
 
 # -- speculation ------------------------------------------------------------------------------------------------------
 
-RARE = {"tamed": "rows.tame(sums, rescale);", "again": "                multiply_q_k_again();"}
+RARE = {"tamed": "rows.tame(sums, rescale);", "again": "            multiply_q_k_again();"}
 
 
 @pytest.mark.parametrize(
