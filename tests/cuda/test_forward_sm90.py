@@ -221,6 +221,11 @@ MISTAKES: dict[str, Mistake] = {
     "no wait for acc": Mistake(
         f"{WRONG}|written to before", "causal", {"hw::wgmma_wait_in_place(launch.items > 0);": ""},
     ),
+    "warps that wait at places of their own": Mistake(
+        "another warp of the warpgroup waits for its products at forward_sm90.cu", "causal",
+        {"        wait_for_p_v();\n        if (needed) rescale_acc":
+         "        if (needed) hw::wgmma_wait<0>();\n        else wait_for_p_v();\n        if (needed) rescale_acc"},
+    ),
     "p packed before its product is done": Mistake(
         "the registers of this wgmma's operand were written to", "causal",
         {"hw::pin(sums);": "pack_p();"},

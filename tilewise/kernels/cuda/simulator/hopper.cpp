@@ -286,9 +286,26 @@ struct Products {  // of one thread
     std::deque<std::vector<Issued>> groups;
     std::map<float*, Accumulator> accumulators;
     bool fenced = false;
-    uint64_t issued = 0;
+    uint64_t issued = 0, waits = 0;
 };
 static std::vector<Products> products;
+
+// The first of a warpgroup to come to its n-th wait says where that is, and all must come to it there.
+struct Meeting {
+    SourceLine where;
+    int users = 0;
+};
+static std::map<std::pair<int, uint64_t>, Meeting> meetings;
+
+static void wait_at_one_place(uint64_t number, SourceLine where) {
+    const std::pair<int, uint64_t> key{current->number / WARPGROUP, number};
+    Meeting& met = meetings[key];
+    if (met.users == 0) met.where = where;
+    if (met.where.line != where.line || strcmp(met.where.file, where.file))
+        fail(where, std::string("another warp of the warpgroup waits for its products at ") + met.where.file + ":" +
+                        std::to_string(met.where.line));
+    if (++met.users == WARPGROUP) meetings.erase(key);
+}
 
 struct Operands {  // of one product, read once for the 128 threads that share them
     std::vector<float> a, b;  // 64 x 16, 16 x columns
@@ -431,6 +448,7 @@ static bool is_in_flight(const Products& mine, const float* d) {
 void wgmma_wait(int groups, SourceLine where) {
     warp_barrier(~0u, where);
     Products& mine = products[size_t(current->number)];
+    wait_at_one_place(mine.waits++, where);
     while (int(mine.groups.size()) > groups) {
         for (const Issued& issued : mine.groups.front()) compute(issued, mine.accumulators[issued.d].values);
         mine.groups.pop_front();
@@ -492,6 +510,7 @@ void mma(float* d, const uint32* a, const uint32* b, bool bfloat, SourceLine whe
 static void begin() {
     mbarriers.clear();
     operands.clear();
+    meetings.clear();
     async_view.assign(launch.shared_bytes, POISON_BYTE);
     stores.assign(launch.threads, Stores());
     products.assign(launch.threads, Products());
