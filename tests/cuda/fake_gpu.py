@@ -78,7 +78,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         launcher.compiler, "machine_code", lambda source, arch: f"{source.rung}\0{source.text}".encode()
     )
     monkeypatch.setattr(launcher.compiler, "prebuilt", lambda source, arch: None)
-    monkeypatch.setattr(prepared, "assembled", lambda *call: assembled(*call, simulator.headers()))
+    monkeypatch.setattr(prepared, "assembled", lambda *call, **how: assembled(*call, simulator.headers(), **how))
     monkeypatch.setattr(TensorMap, "encoded", lambda self: bytes(self.simulated()))
     monkeypatch.setattr(cuda, "_not_installed", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

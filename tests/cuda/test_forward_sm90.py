@@ -152,7 +152,7 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "causal", {"hw::mbarrier_wait(shared.q_full(), q_ring.parity);": ""},
     ),
     "v expected to be there at first": Mistake(
-        "deadlock", "causal", {"k_ring.parity = v_ring.parity = 1;": "k_ring.parity = 1;"},
+        "deadlock", "causal", {"k_ring.parity = v_ring.parity = table_ring.parity = 1;": "k_ring.parity = table_ring.parity = 1;"},
     ),
     "a parity that never changes": Mistake("more often|deadlock", "causal", {"parity ^= 1;": ""}),
     "too few bytes of k": Mistake(
@@ -196,7 +196,7 @@ MISTAKES: dict[str, Mistake] = {
     "an item's place taken too early": Mistake(
         WRONG, "causal",
         {"constexpr int ITEMS = 4;": "constexpr int ITEMS = 2;",
-         "hw::mbarrier_wait(shared.item_free(items.stage), items.parity);\n        Item& item": "Item& item"},
+         "wait_together(shared.item_free(items.stage), items.parity);\n        Item& item": "Item& item"},
     ),
     "v of a tile that was skipped": Mistake(f"{WRONG}|deadlock", "causal", {"skipped++;": ""}),
     "a turn not passed": Mistake(

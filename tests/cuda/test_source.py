@@ -121,7 +121,7 @@ def test_launch_and_item_are_the_same_in_python_and_in_cpp(tmp_path: Path) -> No
     }}  # fmt: skip
     places = [f"Launch, {name}" for name in launch] + [f"Item, {name}" for name in item.values()]
     measured = ", ".join(f"int(__builtin_offsetof({place}))" for place in places)
-    headers = ("device.h", "config.h", "params.h", "element.h", "hopper.h", "sm90.h")
+    headers = ("device.h", "config.h", "params.h", "element.h", "operations.h", "variant.h", "hopper.h", "sm90.h")
     (tmp_path / "probe.cu").write_text(
         "\n".join(f'#include "{name}"' for name in headers)
         + f"""

@@ -69,8 +69,8 @@ struct Consumer {
     }
     // A tile that counts for another warpgroup only. Its k is let go at once, its v when that of the tile before was read.
     __device__ __forceinline__ void skip_k() {
-        hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(table_ring.stage), table_ring.parity);
+        wait_together(shared.k_full(k_ring.stage), k_ring.parity);
+        if (USES_TABLE) wait_together(shared.table_full(table_ring.stage), table_ring.parity);
         take_turn();
         pass_turn();
         free_k();
@@ -79,7 +79,7 @@ struct Consumer {
     __device__ __forceinline__ void skip_v() {
 #pragma unroll 1
         for (; skipped > 0; skipped--) {
-            hw::mbarrier_wait(shared.v_full(v_ring.stage), v_ring.parity);
+            wait_together(shared.v_full(v_ring.stage), v_ring.parity);
             free_v();
         }
     }
@@ -97,6 +97,7 @@ struct Consumer {
         if constexpr (Q_IN_REGISTERS) {
 #pragma unroll
             for (int k = 0; k < DEPTH / 16; k++) load_q(q[k], k);
+            __syncwarp();  // all lanes have read theirs
             free_q();
         }
         if constexpr (SCORED) places = places_of(launch.params, item(), first_row());

@@ -2,6 +2,12 @@
 // have freed their places.
 #pragma once
 
+// A lane that lags behind must not miss a phase: the others go on only with it.
+__device__ __forceinline__ void wait_together(uint32 bar, uint32 parity) {
+    hw::mbarrier_wait(bar, parity);
+    __syncwarp();
+}
+
 struct Scheduler {
     const Launch& launch;
     const Shared& shared;
@@ -17,10 +23,10 @@ struct Scheduler {
         for (int index = blockIdx.x; index < launch.items; index = fetch_next() + gridDim.x) {
             make_ready(index);
             // No item is taken before the last one is begun: another block may be free earlier.
-            hw::mbarrier_wait(shared.item_begun(), begun.parity);
+            wait_together(shared.item_begun(), begun.parity);
             begun.advance();
         }
-        hw::mbarrier_wait(shared.item_free(items.stage), items.parity);
+        wait_together(shared.item_free(items.stage), items.parity);
         if (lane == 0) {
             shared.item(items.stage).n_runs = 0;
             hw::mbarrier_arrive(shared.item_full(items.stage));
@@ -48,7 +54,7 @@ struct Scheduler {
         const int b = head / params.heads, h = head % params.heads;
         const int64 record = int64(b) * launch.record_batch + int64(h) * launch.record_head + rest / heads;
         const int word = launch.records[record * 32 + lane];
-        hw::mbarrier_wait(shared.item_free(items.stage), items.parity);
+        wait_together(shared.item_free(items.stage), items.parity);
         Item& item = shared.item(items.stage);
         reinterpret_cast<int*>(&item)[lane] = word;
         __syncwarp();
@@ -87,10 +93,10 @@ struct Loader {
             if (USES_TABLE) hw::tma_prefetch(&launch.table);
         }
         while (true) {
-            hw::mbarrier_wait(shared.item_full(items.stage), items.parity);
+            wait_together(shared.item_full(items.stage), items.parity);
             const Item& item = shared.item(items.stage);
             const int n_runs = __shfl_sync(~0u, item.n_runs, 0);
-            hw::mbarrier_wait(shared.q_free(), q_ring.parity);
+            wait_together(shared.q_free(), q_ring.parity);
             if (n_runs == 0) break;
             if (lane == 0) hw::mbarrier_arrive(shared.item_begun());
             load_q(item.work);
@@ -124,7 +130,7 @@ struct Loader {
     }
 
     __device__ __forceinline__ void load_k(const Work& work, int tile) {
-        hw::mbarrier_wait(shared.k_free(k_ring.stage), k_ring.parity);
+        wait_together(shared.k_free(k_ring.stage), k_ring.parity);
         if (lane == 0) {
             const uint32 full = shared.k_full(k_ring.stage);
             hw::mbarrier_arrive_expect(full, K_BYTES);
@@ -136,7 +142,7 @@ struct Loader {
     }
 
     __device__ __forceinline__ void load_table(const Work& work, int tile) {
-        hw::mbarrier_wait(shared.table_free(table_ring.stage), table_ring.parity);
+        wait_together(shared.table_free(table_ring.stage), table_ring.parity);
         if (lane == 0) {
             const uint32 full = shared.table_full(table_ring.stage);
             const int2 at = variant::table_at(variant::head(launch.params, work));
@@ -158,7 +164,7 @@ struct Loader {
     }
     __device__ __forceinline__ void load_v() {
         if (v_tile < 0) return;
-        hw::mbarrier_wait(shared.v_free(v_ring.stage), v_ring.parity);
+        wait_together(shared.v_free(v_ring.stage), v_ring.parity);
         // Beyond the last key of a packed sequence lie the next one's, which may be anything: 0 * NaN would be NaN.
         const bool clears = launch.params.n_sequences > 1 && v_left < TILE_K;
         const uint32 full = shared.v_full(v_ring.stage), told = clears ? shared.v_tail() : full;
@@ -169,7 +175,7 @@ struct Loader {
                                 v_head, v_batch);
         }
         if (clears) {
-            hw::mbarrier_wait(told, tail_ring.parity);
+            wait_together(told, tail_ring.parity);
             tail_ring.advance();
             clear_rows(v_left);
             hw::fence_async();

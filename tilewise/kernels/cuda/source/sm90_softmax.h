@@ -53,8 +53,7 @@ struct TableRows {
 
 template <int KEYS> struct Softmax {
     float s[KEYS / 2];
-    // As powers of 2, and rounded to whole ones: then rescaling multiplies by a power of 2 and loses nothing.
-    float row_max[2];
+    float row_max[2];  // as powers of 2
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
 
     // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
@@ -100,7 +99,7 @@ template <int KEYS> struct Softmax {
     __device__ __forceinline__ void begin(const Launch& launch) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            row_max[half] = rintf(largest(half) * launch.binary_scale);
+            row_max[half] = largest(half) * launch.binary_scale;
             row_sum[half] = 0;
         }
         exponentiate(launch, row_sum);
@@ -113,7 +112,7 @@ template <int KEYS> struct Softmax {
         for (int half = 0; half < 2; half++) {
             rescale[half] = 1;
             if (needed) {
-                const float larger = fmaxf(row_max[half], rintf(new_max[half]));
+                const float larger = fmaxf(row_max[half], new_max[half]);
                 rescale[half] = exp2_approximate(row_max[half] - finite(larger));
                 row_max[half] = larger;
                 row_sum[half] *= rescale[half];
