@@ -152,7 +152,7 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "causal", {"hw::mbarrier_wait(shared.q_full(), q_ring.parity);": ""},
     ),
     "v expected to be there at first": Mistake(
-        "deadlock", "causal", {"k_ring.parity = v_ring.parity = table_ring.parity = 1;": "k_ring.parity = table_ring.parity = 1;"},
+        "deadlock", "causal", {"k_ring.parity = v_ring.parity = table": "k_ring.parity = table"},
     ),
     "a parity that never changes": Mistake("more often|deadlock", "causal", {"parity ^= 1;": ""}),
     "too few bytes of k": Mistake(

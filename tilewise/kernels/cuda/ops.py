@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -380,10 +380,10 @@ class _Writer:
     def _read(self, number: int, stored: str, slot: Loaded, index: tuple[Term, ...], type_: str) -> Term:
         """Its cells are found step by step: those of a head, of a row, and among them the one of a key."""
         array = f"params.arrays[{number}]"
-        steps = steps_of(slot.array)
+        axes = layout(slot.array)
         offsets: dict[bool, list[Term]] = {False: [], True: []}  # whether they vary from key to key
         for axis, i in enumerate(index):
-            function, kind = ("clamped", i.type) if steps[axis] == 1 else ("along", "int64")
+            function, kind = ("clamped", i.type) if axes[axis].is_unit else ("along", "int64")
             offset = self.emit(f"{function}({array}, {axis}, {{0}})", (i,), "int" if kind == "bool" else kind)
             offsets[bool(offset.place & Place.KEY)].append(offset)
         cells = self.emit(f"cells_of<{stored}>({array})", (), f"Cells<{stored}>")
@@ -413,10 +413,9 @@ class _Writer:
             return
         (q_axis,), (k_axis,) = axes["Q"], axes["K"]
         others = tuple(i for i in range(len(index)) if i not in (q_axis, k_axis))
-        steps = [TABLE_BYTES[dtype] * steps_of(slot.array)[i] for i in (q_axis, *others) if slot.array.shape[i] > 1]
         if len(others) > 2 or any(index[i].place != Place.HEAD for i in others):
             return
-        if any(step % 16 or step <= 0 for step in steps):
+        if not all(layout(slot.array)[i].is_copied for i in (q_axis, *others)):
             return
         self.table = Table(cell, number, dtype, q_axis, k_axis, others)
         at = [self.emit(f"clamped(params.arrays[{number}], {i}, {{0}})", (index[i],), "int") for i in others]
@@ -554,8 +553,16 @@ def _sum_text(terms: list[tuple[int, str]]) -> str:
     return text
 
 
-def steps_of(array: Any) -> tuple[int, ...]:
-    """From one index to the next, counted in numbers."""
-    if arrays.is_torch(array):
-        return tuple(array.stride())
-    return tuple(step // array.itemsize for step in array.strides)
+class Axis(NamedTuple):
+    """What of an array's layout decides over the text."""
+
+    is_unit: bool  # its numbers lie side by side
+    is_copied: bool  # in steps that the copy engine takes: multiples of 16 bytes
+
+
+def layout(array: Any) -> tuple[Axis, ...]:
+    size = array.element_size() if arrays.is_torch(array) else array.itemsize
+    steps = [size * step for step in array.stride()] if arrays.is_torch(array) else array.strides
+    return tuple(
+        Axis(step == size, n == 1 or (step > 0 and step % 16 == 0)) for n, step in zip(array.shape, steps, strict=True)
+    )

@@ -13,7 +13,7 @@ from typing import Any
 from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
-from tilewise.kernels.cuda.ops import STORED, TABLE_BYTES, Table, Variant, steps_of, variant
+from tilewise.kernels.cuda.ops import STORED, TABLE_BYTES, Table, Variant, layout, variant
 from tilewise.kernels.cuda.rungs import SOURCES, Rung
 from tilewise.sharing import Lock
 from tilewise.spec import Attention, Shape, Tile
@@ -51,7 +51,7 @@ def assembled(
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
         rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None, tables,
-        *(tuple(step == 1 for step in steps_of(slot.array)) for slot in slots),
+        *(layout(slot.array) for slot in slots),
         *(None if e is None else (e.key, *(number[id(x.array)] for x in loads(e))) for e in (spec.score, spec.mask)),
     )  # fmt: skip
     with _lock:
