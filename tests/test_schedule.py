@@ -275,7 +275,7 @@ def test_packed_positions_and_origins():
 
 
 def assert_joined(p, count, most):
-    """What is visited is the union; a part leaves out EMPTY tiles at either end alone, as many as it may."""
+    """What is visited is the union; a part leaves out EMPTY tiles at the last end alone, as many as it may."""
     joined, rows = p.joined(count, most), -(-p.grid[0] // count)
     assert joined.offsets.shape[2] == rows + 1
     for b, h, i in np.ndindex(*joined.offsets.shape[:2], rows):
@@ -295,8 +295,8 @@ def assert_joined(p, count, most):
 def assert_part(part, joint, most):
     """Of the visited tiles: their kinds for one part, and those that it was given."""
     live, taken = np.flatnonzero(part), np.flatnonzero(joint)
-    before, after = (live[0], len(part) - 1 - live[-1]) if len(live) else (0, 0)
-    assert taken.tolist() == list(range(min(before, most), len(part) - min(after, most)))
+    after = len(part) - 1 - live[-1] if len(live) else 0
+    assert taken.tolist() == list(range(len(part) - min(after, most)))
     assert joint[taken].tolist() == np.maximum(part[taken], PARTIAL).tolist()
 
 

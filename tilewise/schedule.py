@@ -91,8 +91,8 @@ class Plan:
     def joined(self, count: int, most_skipped: int) -> Runs:
         """Each `count` query tiles as one row, whose runs have a kind for each of them, two bits each.
 
-        For kernels whose warpgroups share what they load. EMPTY tiles are those that a warpgroup may leave out beside
-        others that do not: at either end of its tiles, `most_skipped` at most. None is left without a tile.
+        For kernels whose warpgroups share what they load, from the last tile to the first. EMPTY tiles are those that a
+        warpgroup may leave out while others do not: its last, `most_skipped` at most. None is left without a tile.
         """
         return _compressed(_joined(kinds, count, most_skipped) for kinds in _whole_rows(_bands(self, False), count))
 
@@ -253,10 +253,7 @@ def _joined(kinds: Array, count: int, most_skipped: int) -> Array:
     parts = kinds.reshape(batch, heads, rows // count, count, columns)
     visited = (parts != Kind.EMPTY).any(axis=3, keepdims=True)
     visited[..., 0] |= ~visited.any(axis=-1)  # each row has a tile
-    skipped = (
-        _at_the_end(parts, visited, most_skipped)
-        | _at_the_end(parts[..., ::-1], visited[..., ::-1], most_skipped)[..., ::-1]
-    )
+    skipped = _at_the_end(parts, visited, most_skipped)
     skipped &= (parts != Kind.EMPTY).any(axis=-1, keepdims=True)
     parts = np.where(visited & ~skipped, np.maximum(parts, Kind.PARTIAL), Kind.EMPTY)
     made: Array = (parts << (2 * np.arange(count, dtype=np.uint8))[:, None]).sum(axis=3, dtype=np.uint8)

@@ -41,22 +41,16 @@ __device__ __forceinline__ int kind_of(const unsigned char* found) {
     return found[0] & found[1] & ALL ? FULL : PARTIAL;
 }
 
-// As schedule.Plan.joined has it: a warpgroup leaves out a tile at either end of its own, and none if it has none.
+// As schedule.Plan.joined has it: a warpgroup leaves out a tile after the last of its own, and none if it has none.
 struct Joiner {
     const unsigned char* found;  // [tile][warp]
-    int tiles, first[WARPGROUPS], last[WARPGROUPS], first_visited, last_visited;
+    int last[WARPGROUPS], last_visited;
 
-    __device__ Joiner(const unsigned char* found, int tiles)
-        : found(found), tiles(tiles), first_visited(tiles), last_visited(-1) {
+    __device__ Joiner(const unsigned char* found, int tiles) : found(found), last_visited(-1) {
         for (int w = 0; w < WARPGROUPS; w++) {
-            first[w] = tiles;
             last[w] = -1;
             for (int i = 0; i < tiles; i++)
-                if (kind(i, w) != EMPTY) {
-                    first[w] = min(first[w], i);
-                    last[w] = i;
-                }
-            first_visited = min(first_visited, first[w]);
+                if (kind(i, w) != EMPTY) last[w] = i;
             last_visited = max(last_visited, last[w]);
         }
     }
@@ -65,7 +59,7 @@ struct Joiner {
         int kinds = 0, forced = 0;
         for (int w = 0; w < WARPGROUPS; w++) {
             const int own = kind(i, w);
-            const bool left_out = (i == first_visited && first[w] == i + 1) || (i == last_visited && last[w] == i - 1);
+            const bool left_out = i == last_visited && last[w] == i - 1;
             kinds |= own << 2 * w;
             forced |= (own == EMPTY && !(left_out && last[w] >= 0) ? PARTIAL : 0) << 2 * w;
         }
