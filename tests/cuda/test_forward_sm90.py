@@ -255,7 +255,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "all sums taken as safe": Mistake(WRONG, "cliff", {"if (rows.is_safe(sums, rows_left))": "if (true)"}),
     "all sums taken as numbers": Mistake(WRONG, "cliff", {"if (rows.is_finite(sums, rows_left))": "if (true)"}),
-    "float16's range forgotten": Mistake(WRONG, "steep, in float16", {"0x1p31f : 0x1p14f": "0x1p31f : 0x1p31f"}),
+    "float16's range forgotten": Mistake(WRONG, "steep, in float16", {"0x1p60f : 0x1p14f": "0x1p60f : 0x1p60f"}),
     "another row of k the second time": Mistake(
         WRONG, "late", {"(lane / 16 * 8 + lane % 8) * ROW_BYTES;": "(lane / 16 * 8 + lane % 7) * ROW_BYTES;"},
     ),

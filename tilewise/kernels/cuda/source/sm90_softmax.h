@@ -8,7 +8,7 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
-constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p63f;
+constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p60f : 0x1p14f, FINITE_SUM = 0x1p120f;
 
 struct Places {  // the values of the variant that do not change from key to key
     variant::Head head;
