@@ -8,6 +8,7 @@ import torch
 
 from tilewise import arrays, dispatch, validate, wire
 from tilewise.pytorch import autograd, operator, repeat
+from tilewise.pytorch.constants import constant_on
 from tilewise.pytorch.repeat import Encoded
 
 
@@ -60,16 +61,7 @@ def _tensor(x: Any, device: Any, is_constant: bool) -> Any:
     device, moved once."""
     if device.type == "cpu" or not is_constant or arrays.compiling():
         return arrays.as_tensor(x)
-    key = (id(x), str(device))
-    if key not in _constants:
-        if len(_constants) >= _MOST_CONSTANTS:
-            _constants.clear()
-        _constants[key] = x, arrays.as_tensor(x).to(device)  # the array stays, or its id could be another's
-    return _constants[key][1]
-
-
-_constants: dict[tuple[int, str], tuple[Any, Any]] = {}
-_MOST_CONSTANTS = 64
+    return constant_on(x, device)
 
 
 def _autocast(*given: Any) -> tuple[Any, ...]:

@@ -75,7 +75,8 @@ def make_ready(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any
     batch, heads, n, _ = q.shape
     out = (batch, heads, n, v.shape[3]), _out_strides(q, v)
     lse = (batch, heads, n), (heads * n, n, 1)
-    return Ready(prepared, [place[id(slot.array)] for slot in held.loaded], out, lse, q)
+    constants = [place[id(slot.array)] for slot in held.loaded if slot.constant]
+    return Ready(prepared, [place[id(slot.array)] for slot in held.loaded], out, lse, q, constants)
 
 
 def _backward(

@@ -17,10 +17,15 @@ _ALIGNMENT = 16  # kernels differ by whether arrays begin at multiples of it
 
 
 class Ready:
-    """A launch, and how its results are stored: sizes and steps of out and lse."""
+    """A launch, and how its results are stored: sizes and steps of out and lse.
 
-    def __init__(self, prepared: Any, places: Sequence[int], out: Any, lse: Any, like: Tensor) -> None:
-        self.prepared, self.places = prepared, places
+    places: where the arrays that it reads are among those of a call; constants: those that the variant made itself.
+    """
+
+    def __init__(
+        self, prepared: Any, places: Sequence[int], out: Any, lse: Any, like: Tensor, constants: Sequence[int] = ()
+    ) -> None:
+        self.prepared, self.places, self.constants = prepared, places, constants
         self.out, self.lse, self.dtype, self.device = out, lse, like.dtype, like.device
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -31,6 +36,8 @@ class Ready:
         if sinks is not None:
             addresses.append(sinks.data_ptr())
         self.prepared.launch(addresses)
+        if self.constants:  # nobody else holds them, and a graph may read them at any time
+            self.prepared.hold_in_graphs([arrays[i] for i in self.constants])
         return out, lse
 
 

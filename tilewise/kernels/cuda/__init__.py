@@ -116,13 +116,6 @@ def _on_device(array: Any, is_constant: bool, device: Any) -> Any:
     """A loaded array; one that a variant made itself comes along once."""
     if not is_constant or arrays.is_torch(array):
         return array
-    key = (id(array), device.index)
-    if key not in _constants:
-        if len(_constants) >= _MOST_CONSTANTS:
-            _constants.clear()
-        _constants[key] = array, arrays.as_tensor(array).to(device)  # the array stays, or its id could be another's
-    return _constants[key][1]
+    from tilewise.pytorch.constants import constant_on
 
-
-_constants: dict[tuple[int, int], tuple[Any, Any]] = {}
-_MOST_CONSTANTS = 64
+    return constant_on(array, device)

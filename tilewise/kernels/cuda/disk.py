@@ -21,21 +21,21 @@ class Files:
     most: int = 4096
 
     def path(self, name: str) -> Path | None:
-        """The file of that name, if it is there and whole; a damaged one is removed."""
+        """The file of that name, if it is there and whole."""
+        return None if self.read(name) is None else self.folder / name
+
+    def read(self, name: str) -> bytes | None:
+        """What was kept under that name; a damaged file is removed."""
         path = self.folder / name
         try:
             content = path.read_bytes()
         except OSError:
             return None
         if _is_whole(content):
-            return path
+            return content[:-_DIGEST]
         with suppress(OSError):
             path.unlink()
         return None
-
-    def read(self, name: str) -> bytes | None:
-        path = self.path(name)
-        return None if path is None else path.read_bytes()[:-_DIGEST]
 
     def add(self, name: str, content: bytes) -> Path:
         """Of several writers the last one stays; each wrote the same."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_SHARED_BY_DEFAULT = 48 << 10  # a kernel that needs more dynamic shared memory must ask for it
+SHARED_BY_DEFAULT = 48 << 10  # a kernel that needs more dynamic shared memory must ask for it
 
 
 class LaunchError(RuntimeError):
@@ -100,7 +100,7 @@ def load(code: bytes, entry: str) -> tuple[Library, Any]:
 
 def allow_shared(function: Any, shared_bytes: int, device: int) -> None:
     """Let a kernel have more shared memory than the usual on a device."""
-    if shared_bytes <= _SHARED_BY_DEFAULT:
+    if shared_bytes <= SHARED_BY_DEFAULT:
         return
     driver = _driver()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

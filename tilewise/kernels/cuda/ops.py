@@ -63,6 +63,7 @@ class Term:
     type: str  # bool, int, int64 or float
     place: Place
     named: bool = True  # a literal is the same everywhere
+    of_score: bool = False  # it depends on S, so that it may be off in the last place; positions decide over masks
     from_array: bool = False  # such integers may have any size, so arithmetic on them takes 64 bits, as in NumPy
     linear: Linear | None = None
     absolute_of: Linear | None = None  # a sum whose size it is
@@ -165,7 +166,7 @@ class _Writer:
     table: Table | None = None
     takes_table: bool = True
     table_at: list[str] = field(default_factory=list)  # the indices of its other axes
-    starts: dict[str, str] = field(default_factory=dict)  # floats of rows that columns are added to or taken from
+    starts: dict[str, str] = field(default_factory=dict)  # floats that columns join, and what they are in a tile
     told: list[Linear] = field(default_factory=list)  # bounds whose constants are told at run time
     _count: int = 0
 
@@ -194,7 +195,7 @@ class _Writer:
         kept = self.needed[Place.ROW]
         shifts = "".join(f"{_INDENT}row.{name} -= first_key;" for name in self.bounds if name in kept)
         shifts += "".join(
-            f"{_INDENT}row.{name} {sign}= float(first_key);" for name, sign in self.starts.items() if name in kept
+            f"{_INDENT}row.{name} = float({moved});" for name, moved in self.starts.items() if name in kept
         )
         moved = f"{_INLINE} Row seen_from(Row row, int first_key) {{{shifts}{_INDENT}return row;\n}}"
         told = "// A row whose bounds and starts are those of the tile that begins at first_key."
@@ -310,12 +311,14 @@ class _Writer:
         if wide:
             texts = [text if a.type == "int64" else f"int64({text})" for text, a in zip(texts, args, strict=True)]
         name = self.statement(type_, template.format(*texts), place, args)
-        return Term(name, type_, place, from_array=any(a.from_array for a in args), **more)
+        from_array, of_score = any(a.from_array for a in args), any(a.of_score for a in args)
+        return Term(name, type_, place, from_array=from_array, of_score=of_score, **more)
 
     def _call(self, template: str) -> Callable[..., Term]:
         def call(*args: Term) -> Term:
             type_ = _common(args)
-            return self.emit(template.replace("T", type_), args, type_)
+            text = _OF_SCORE.get(template, template) if any(a.of_score for a in args) else template
+            return self.emit(text.replace("T", type_), args, type_)
 
         return call
 
@@ -323,7 +326,10 @@ class _Writer:
         def combine(a: Term, b: Term) -> Term:
             wide = _common((a, b)) != "float" and (a.from_array or b.from_array)
             type_ = "int64" if wide else _common((a, b))
-            template = _ARITHMETIC[op if op != "div" or b.named else "div by constant"].replace("T", type_)
+            kind = op
+            if op == "div" and (a.of_score or b.of_score):
+                kind = "div of score" if b.named else "div of score by constant"
+            template = _ARITHMETIC[kind].replace("T", type_)
             return self.emit(template, (a, b), type_, wide, linear=_combined(op, a.linear, b.linear))
 
         return combine
@@ -339,9 +345,11 @@ class _Writer:
         form = a.linear or a.absolute_of
         if form is None or abs(form.get("K", 0)) != 1 or not _is_short(form):
             return self.emit("float({0})", (a,), "float")
-        name = self.statement("float", f"float({_start_text(form)})", Place.ROW, ())
-        self.starts[name] = "+" if form["K"] > 0 else "-"
-        value = f"row.{name} {self.starts[name]} float(key.column)"
+        start = self.statement("int", _start_text(form), Place.ROW, ())
+        name = self.statement("float", f"float({start})", Place.ROW, (Term(start, "int", Place.ROW),))
+        sign = "+" if form["K"] > 0 else "-"
+        self.starts[name] = f"row.{start} {sign} first_key"
+        value = f"row.{name} {sign} float(key.column)"
         text = f"fabsf({value})" if a.linear is None else value
         return Term(self.statement("float", text, Place.SCORE, (Term(name, "float", Place.ROW),)), "float", Place.SCORE)
 
@@ -439,19 +447,20 @@ class _Variables(dict[str, Term]):
 
     def __missing__(self, name: str) -> Term:
         if name == "S":
-            return Term("s", "float", Place.SCORE)
+            return Term("s", "float", Place.SCORE, of_score=True)
         return Term(name, "int", _PLACES.get(name, Place.HEAD), linear={name: 1})
 
 
 # T is the type that the arguments have in common.
 _TEMPLATES = {
-    "exp": "expf({0})", "log": "logf({0})", "tanh": "hyperbolic_tangent({0})",
+    "exp": "expf({0})", "log": "logf({0})", "tanh": "tanhf({0})",
     "minimum": "minimum<T>({0}, {1})", "maximum": "maximum<T>({0}, {1})", "where": "{0} ? T({1}) : T({2})",
     "or": "{0} || {1}", "not": "!{0}",
 }  # fmt: skip
+_OF_SCORE = {"tanhf({0})": "hyperbolic_tangent({0})"}
 _ARITHMETIC = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "quotient({0}, {1})",
-    "div by constant": "quotient({0}, {1}, 1 / float({1}))",
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "div of score": "quotient({0}, {1})", "div of score by constant": "quotient({0}, {1}, 1 / float({1}))",
     "floordiv": "floordiv<T>({0}, {1})", "mod": "floormod<T>({0}, {1})",
 }  # fmt: skip
 

@@ -63,6 +63,11 @@ class Prepared:
         launcher.give_back(room)
         return None
 
+    def hold_in_graphs(self, used: Any) -> None:
+        """What a launch that a graph captured just now reads."""
+        if gpu.is_capturing():
+            launcher.hold_for_graphs(used)
+
     def _hold(self, stream: int, capturing: bool) -> None:
         if capturing:
             launcher.hold_for_graphs(self)
@@ -132,10 +137,13 @@ def _refining(
     spec: Attention, shape: Shape, tile: Tile, params: Any, tables: Tables, order: Sequence[int], device: int,
     numbers: Any,
 ) -> Refining | None:  # fmt: skip
-    if not marshal.is_unseen(spec) or 4 * marshal.refined_numbers(tables) > marshal.REFINED_AT_MOST:
+    shared_bytes = tables.most_tiles * tile.q // 32
+    if not marshal.is_unseen(spec) or shared_bytes > gpu.SHARED_BY_DEFAULT:
+        return None
+    if 4 * marshal.refined_numbers(tables) > marshal.REFINED_AT_MOST:
         return None
     source, _ = assembled(REFINE, spec, shape, tile)
-    source = replace(source, shared_bytes=tables.most_tiles * tile.q // 32)
+    source = replace(source, shared_bytes=shared_bytes)
     call = marshal.refinement(params.params, tables)
     places = [*_places(call, order, spec.sinks is not None), type(call).refined.offset // _WORD]
     return Refining(Prepared(device, source, tables.n_records, call, places, numbers), params, tables, device)

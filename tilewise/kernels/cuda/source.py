@@ -65,9 +65,12 @@ def assembled(
     return found, slots
 
 
+_LEAST_SCALE = 2.0**-100  # beyond which a masked score's -inf would meet a scale of 0 in float32
+
+
 def is_raw(spec: Attention) -> bool:
     """Whether scores can stay products of q and k up to the exponent, which has the scale in it."""
-    return spec.score is None and spec.scale > 0
+    return spec.score is None and spec.scale > _LEAST_SCALE
 
 
 _sources: OrderedDict[tuple[Any, ...], Source] = OrderedDict()

@@ -35,7 +35,7 @@ struct Consumer {
     uint32 p[TILE_K / 16][4];
     uint32 q[Q_IN_REGISTERS ? DEPTH / 16 : 1][4];
     int rows_left;  // of the sequence, from the thread's first row
-    int skipped = 0;  // tiles whose k was skipped, and v not yet
+    bool skipped = false;  // a tile's k was, and its v not yet
     bool cautious;  // this warp had to compute a tile of the item again: scores differ too much for speculation
     Places places;  // of the item, if scores need them in every tile
 
@@ -74,14 +74,13 @@ struct Consumer {
         take_turn();
         pass_turn();
         free_k();
-        skipped++;
+        skipped = true;
     }
     __device__ __forceinline__ void skip_v() {
-#pragma unroll 1
-        for (; skipped > 0; skipped--) {
-            wait_together(shared.v_full(v_ring.stage), v_ring.parity);
-            free_v();
-        }
+        if (!skipped) return;
+        wait_together(shared.v_full(v_ring.stage), v_ring.parity);
+        free_v();
+        skipped = false;
     }
 
     // 1 load q (to registers, if they have room)
@@ -113,15 +112,13 @@ struct Consumer {
     __device__ __forceinline__ void begin_keys() {
         keys.run = __shfl_sync(~0u, item().n_runs, 0);
         next_run();
-#pragma unroll 1
-        for (; keys.kind == EMPTY; next_run()) skip_tiles();
+        if (keys.kind == EMPTY) {  // one tile, as the plan has it
+            skip_k();
+            next_run();
+        }
         keys.take_tile();
     }
     __device__ __forceinline__ bool next_run() { return keys.next_run(launch.params, item(), number); }
-    __device__ __forceinline__ void skip_tiles() {
-#pragma unroll 1
-        for (; keys.has_tile(); keys.take_tile()) skip_k();
-    }
 
     // 2 s = q @ k.T
     __device__ __forceinline__ void multiply_q_k() {
@@ -206,7 +203,6 @@ struct Consumer {
         wait_for_p_v();
         if (needed) rescale_acc(rescale);
         free_v();
-        skip_v();
         pack_p();
     }
     // A tile without one: speculation, as long as it serves.
@@ -332,11 +328,13 @@ struct Consumer {
             for (int i = 0; i < COLUMNS / 2; i++) acc[i] = 0;
 #pragma unroll 1
             do {
-                if (keys.kind == EMPTY) skip_tiles();
+                if (keys.kind == PARTIAL) {
 #pragma unroll 1
-                while (keys.has_tile() && (keys.kind == PARTIAL || skipped > 0)) masked_step();
+                    while (keys.has_tile()) masked_step();
+                } else {
 #pragma unroll 1
-                while (keys.has_tile()) full_step();
+                    while (keys.has_tile()) full_step();
+                }
             } while (next_run());
             if (!Q_IN_REGISTERS) free_q();
 
@@ -362,7 +360,6 @@ struct Consumer {
                 hw::wgmma_wait<0>();
                 hw::pin(acc);
                 free_v();
-                skip_v();
             }
             store(shared.item(done), row_max, row_sum);
             hw::mbarrier_arrive(shared.item_free(done));  // each thread for itself: all have read it

@@ -41,7 +41,7 @@ __device__ __forceinline__ int kind_of(const unsigned char* found) {
     return found[0] & found[1] & ALL ? FULL : PARTIAL;
 }
 
-// As schedule.Plan.joined has it: a warpgroup leaves out a tile after the last of its own, and none if it has none.
+// As schedule.Plan.joined has it: a warpgroup leaves out the last tile that is visited, if it has others.
 struct Joiner {
     const unsigned char* found;  // [tile][warp]
     int last[WARPGROUPS], last_visited;
@@ -59,9 +59,9 @@ struct Joiner {
         int kinds = 0, forced = 0;
         for (int w = 0; w < WARPGROUPS; w++) {
             const int own = kind(i, w);
-            const bool left_out = i == last_visited && last[w] == i - 1;
+            const bool left_out = i == last_visited && last[w] >= 0;
             kinds |= own << 2 * w;
-            forced |= (own == EMPTY && !(left_out && last[w] >= 0) ? PARTIAL : 0) << 2 * w;
+            forced |= (own == EMPTY && !left_out ? PARTIAL : 0) << 2 * w;
         }
         if (last_visited < 0) return i == 0 ? forced : EMPTY;  // no key counts, and yet there must be a tile
         return kinds == 0 ? EMPTY : kinds | forced;

@@ -8,7 +8,7 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
-constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p60f : 0x1p14f, FINITE_SUM = 0x1p120f;
+constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
 
 struct Places {  // the values of the variant that do not change from key to key
     variant::Head head;
@@ -53,7 +53,7 @@ struct TableRows {
 
 template <int KEYS> struct Softmax {
     float s[KEYS / 2];
-    float row_max[2];  // as powers of 2
+    float row_max[2];  // as exponents of 2
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
 
     // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
@@ -107,19 +107,18 @@ template <int KEYS> struct Softmax {
     // True if acc must be rescaled. Within `patience` of row_max nothing changes.
     __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
         const float new_max[2] = {largest(0) * launch.binary_scale, largest(1) * launch.binary_scale};
-        const bool needed = __any_sync(~0u, new_max[0] > row_max[0] + patience || new_max[1] > row_max[1] + patience);
+        bool needed = false;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            rescale[half] = 1;
-            if (needed) {
-                const float larger = fmaxf(row_max[half], new_max[half]);
-                rescale[half] = exp2_approximate(row_max[half] - finite(larger));
-                row_max[half] = larger;
-                row_sum[half] *= rescale[half];
-            }
+        for (int half = 0; half < 2; half++) {  // each row by itself: its bits must not depend on its neighbours
+            const bool rises = new_max[half] > row_max[half] + patience;
+            const float larger = rises ? new_max[half] : row_max[half];
+            rescale[half] = rises ? exp2_approximate(row_max[half] - larger) : 1.0f;
+            row_max[half] = larger;
+            row_sum[half] *= rescale[half];
+            needed |= rises;
         }
         exponentiate(launch, row_sum);
-        return needed;
+        return __any_sync(~0u, needed);
     }
     __device__ __forceinline__ float largest(int half) const {
         float even = s[half * 2], odd = s[half * 2 + 1];
@@ -181,7 +180,7 @@ template <int KEYS> struct Softmax {
     }
 };
 
-// As in softmax.h, of a row_max that is a power of 2. It may be far from what the sum has grown to, so the sum's own
+// As in softmax.h, of a row_max that is an exponent of 2. It may be far from what the sum has grown to, so the sum's own
 // power joins it first: lse must not be the difference of two large numbers.
 __device__ __forceinline__ Finished finished(float row_max, float row_sum, float sink) {
     if (row_sum == 0) return {0.0f, sink};
