@@ -157,3 +157,9 @@ def narrow(x: Array, name: str) -> Array:
 def compute_dtype(name: str) -> np.dtype[Any]:
     """What scores and sums are kept in: at least float32."""
     return np.dtype(np.float64 if name == "float64" else np.float32)
+
+
+def strides_as(q: Any, v: Any) -> tuple[int, ...]:
+    """How the result for tensors is stored: as q is, heads side by side, as a projection leaves them, or one by one."""
+    (_, heads, n, _), d = q.shape, v.shape[3]
+    return (n * heads * d, d, heads * d, 1) if q.stride(1) < q.stride(2) else (heads * n * d, n * d, d, 1)

@@ -68,6 +68,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         "current_stream": lambda device: fake.stream, "ensure_context": lambda device: None,
         "is_capturing": lambda: fake.capturing, "hold_until_done": lambda x, device: fake.held.append(fake.stream),
         "zeros": lambda count, device: torch.zeros(count, dtype=torch.int32),
+        "whole_numbers": lambda count, device: torch.full((count,), -1, dtype=torch.int32),
         "moved": lambda numbers, device: torch.from_numpy(numbers), "capability": lambda device: (9, 0),
         "multiprocessors": lambda device: 2, "load": fake.load, "allow_shared": lambda *how: None,
         "tensor_map_at": lambda address: address, "replace_address": fake.replace_address, "launch": fake.launch,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch, validate, wire
+from tilewise.arrays import strides_as
 from tilewise.pytorch import autograd, ready, vmap
 from tilewise.pytorch.ready import Kept, Ready, are_aligned, layout
 from tilewise.spec import Attention, Partial, Shape
@@ -46,7 +47,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, 
     template, shape = _recognise(q, k, v, arrays, sinks, spec)
     held = _settled(template, shape, arrays, sinks)
     done = dispatch.resolve(template.kernel, held, shape).forward(held, q, k, v)
-    return _stored(done.out, _out_strides(q, v)), _contiguous(done.lse)
+    return _stored(done.out, strides_as(q, v)), _contiguous(done.lse)
 
 
 _ready: Kept[Ready | None] = Kept(_CACHE_SIZE)
@@ -73,7 +74,7 @@ def make_ready(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any
         return None
     place = {id(x): i for i, x in enumerate(arrays)}
     batch, heads, n, _ = q.shape
-    out = (batch, heads, n, v.shape[3]), _out_strides(q, v)
+    out = (batch, heads, n, v.shape[3]), strides_as(q, v)
     lse = (batch, heads, n), (heads * n, n, 1)
     constants = [place[id(slot.array)] for slot in held.loaded if slot.constant]
     return Ready(prepared, [place[id(slot.array)] for slot in held.loaded], out, lse, q, constants)
@@ -99,12 +100,6 @@ def _backward(
 def _with_rows(x: Tensor) -> Tensor:
     """Kernels take any strides but the last: gradients of sums come expanded from one number."""
     return x if x.shape[-1] < 2 or x.stride(-1) == 1 else x.contiguous()
-
-
-def _out_strides(q: Tensor, v: Tensor) -> tuple[int, ...]:
-    """Stored as q is: heads side by side, as a projection leaves them, or one after the other."""
-    (_, heads, n, _), d = q.shape, v.shape[3]
-    return (n * heads * d, d, heads * d, 1) if q.stride(1) < q.stride(2) else (heads * n * d, n * d, d, 1)
 
 
 def _stored(x: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -158,7 +153,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     if all(type(n) is int for x in (q, k, v, *arrays) for n in x.shape):  # if sizes are known, mistakes show now
         _recognise(q, k, v, arrays, sinks, spec)
-    out = q.new_empty_strided((*q.shape[:3], v.shape[3]), _out_strides(q, v))
+    out = q.new_empty_strided((*q.shape[:3], v.shape[3]), strides_as(q, v))
     return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 

@@ -79,7 +79,9 @@ def key(
         return None
     made: list[Any] = [kernel, causal, batch_invariant, scale, *variant, counted, sinks is None]
     for x in (q, k, v, *given) if sinks is None else (q, k, v, *given, sinks):
-        if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():  # its numbers are not at its address
+        if type(x) not in _PLAIN or x.layout is not torch.strided:
+            return None
+        if x.is_neg() or x._is_zerotensor():  # its numbers are not at its address
             return None
         made += layout(x)
     made += are_aligned(q, k, v), are_aligned(*given)

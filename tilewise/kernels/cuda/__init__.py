@@ -106,10 +106,7 @@ def _no_gpu() -> str | None:
 
 def _stored_as(q: Any, v: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The output's sizes and steps: heads side by side if q has them so, as a projection leaves them, or one by one."""
-    (batch, heads, n, _), d = q.shape, v.shape[3]
-    side_by_side = q.stride(1) < q.stride(2)
-    steps = (n * heads * d, d, heads * d, 1) if side_by_side else (heads * n * d, n * d, d, 1)
-    return (batch, heads, n, d), steps
+    return (*q.shape[:3], v.shape[3]), arrays.strides_as(q, v)
 
 
 def _on_device(array: Any, is_constant: bool, device: Any) -> Any:

@@ -101,7 +101,7 @@ def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool) -> Tabl
 
 
 def _records(spec: Attention, shape: Shape, tile: Tile) -> Tables:
-    """A record for each query tile, ready to be worked on (Item in source/sm90.h), those with the most keys first."""
+    """A record for each query tile, ready to be worked on (Item in source/items.h), those with the most keys first."""
     records: list[Array] = []
     runs: list[Array] = []
     tiles = n_sequences = n_runs = 0

@@ -1,4 +1,4 @@
-"""The structures that kernels take, field by field as in source/params.h and source/sm90.h."""
+"""The structures that kernels take, field by field as in source/params.h, items.h, sm90.h and refine.cu."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQUENCE_FIELDS = (
 )  # fmt: skip
 
 
-# Item of source/sm90.h: where its numbers are after those of Sequence, and how many runs it has at hand.
+# Item of source/items.h: where its numbers are after those of Sequence, and how many runs it has at hand.
 RUNS_AT_HAND = 3
 ITEM_PLACES = {"b": 15, "h": 16, "hk": 17, "tile": 18, "first_query": 19, "n_runs": 20, "first_run": 21, "runs": 22}
 
