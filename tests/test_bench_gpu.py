@@ -515,7 +515,7 @@ def test_a_case_without_a_right_answer_proves_nothing() -> None:
     results = made_up("gqa")
     next(r for r in results["records"] if r["ours"]).update(status="wrong", reason="relative error 1")
     check = values(results)["grouped heads: slowest case to cuDNN"]
-    assert check.met is False and check.note == "1 of 10 cases have no number: wrong: relative error 1"
+    assert check.met is False and check.note == "1 of 10 cells have no number: wrong: relative error 1"
 
 
 # -- limits and traffic -----------------------------------------------------------------------------------------------

@@ -163,3 +163,12 @@ def strides_as(q: Any, v: Any) -> tuple[int, ...]:
     """How the result for tensors is stored: as q is, heads side by side, as a projection leaves them, or one by one."""
     (_, heads, n, _), d = q.shape, v.shape[3]
     return (n * heads * d, d, heads * d, 1) if q.stride(1) < q.stride(2) else (heads * n * d, n * d, d, 1)
+
+
+def place_of(array: Any, known: list[Any]) -> int:
+    """Where an array is among those that are known, told by identity; a new one joins them."""
+    for i, x in enumerate(known):
+        if x is array:
+            return i
+    known.append(array)
+    return len(known) - 1

@@ -105,7 +105,7 @@ def _group(r: Record) -> int:
 def _read_share(what: str, records: list[Record], limit: float | None = None) -> Check:
     """The least cell's share of the plain read rate; beside it its share of the other limit, and how many reach 75%."""
     check = Check(f"decode, {what}: share of the plain read rate, least cell", limit, percent=True)
-    check = _valued(check, records, lambda r: r["read_fraction"], min, "the read rate was not measured")
+    check = valued(check, records, lambda r: r["read_fraction"], min, "the read rate was not measured")
     if check.value is None:
         return check
     reached = sum(r["read_fraction"] >= READ_FRACTION for r in records)
@@ -123,14 +123,14 @@ def _at_the_peak(r: Record) -> str:
 
 def _window(records: list[Record]) -> Iterator[Check]:
     check = Check("window: time for each query and key, most over least", FLATNESS, at_most=True)
-    yield _valued(check, records, lambda r: r["median_ms"] / (r["n_q"] * WINDOW), lambda each: max(each) / min(each))
+    yield valued(check, records, lambda r: r["median_ms"] / (r["n_q"] * WINDOW), lambda each: max(each) / min(each))
     yield from _ratios("window", records)
 
 
 def _memory(records: list[Record]) -> Iterator[Check]:
     check = Check(f"memory: of the full matrix at n {LONGEST}", MEMORY_FRACTION, at_most=True, percent=True)
     longest = [r for r in records if r["n_k"] == LONGEST]
-    yield _valued(check, longest, _matrix_fraction, max)
+    yield valued(check, longest, _matrix_fraction, max)
 
 
 def _matrix_fraction(r: Record) -> float | None:
@@ -139,11 +139,11 @@ def _matrix_fraction(r: Record) -> float | None:
 
 def _ratios(what: str, records: list[Record], mean: float | None = None, least: float | None = None) -> Iterator[Check]:
     """Our speed over the peer's."""
-    yield _valued(Check(f"{what}: geometric mean", mean), records, lambda r: r["ratio"], geometric_mean)
-    yield _valued(Check(f"{what}: slowest cell", least), records, lambda r: r["ratio"], min)
+    yield valued(Check(f"{what}: geometric mean", mean), records, lambda r: r["ratio"], geometric_mean)
+    yield valued(Check(f"{what}: slowest cell", least), records, lambda r: r["ratio"], min)
 
 
-def _valued(
+def valued(
     check: Check,
     records: list[Record],
     number: Callable[[Record], float | None],
@@ -161,7 +161,7 @@ def _valued(
 
 
 def _why(r: Record, otherwise: str) -> str:
-    return f"{r['status']}: {r['reason']}" if r["status"] != "ok" else r["memory_reason"] or otherwise
+    return f"{r['status']}: {r['reason']}" if r["status"] != "ok" else r.get("memory_reason") or otherwise
 
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewise.arrays import place_of
 from tilewise.expr import Expr, Loaded, from_records, records
 from tilewise.pytorch import front
 
@@ -30,17 +31,9 @@ def _take_apart(name: str, value: Any, arrays: list[Any]) -> Any:
     if not isinstance(value, Expr):
         return _tensor(value)
     return tuple(
-        (op, args, kind, _place(payload.array, arrays) if op == "load" else payload)
+        (op, args, kind, place_of(payload.array, arrays) if op == "load" else payload)
         for op, args, kind, payload in records(value)
     )
-
-
-def _place(array: Any, arrays: list[Any]) -> int:
-    for i, known in enumerate(arrays):
-        if known is array:
-            return i
-    arrays.append(array)
-    return len(arrays) - 1
 
 
 def _tensor(x: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, SDPA
 from tilewise.bench.table import geometric_mean
-from tilewise.bench.targets import Check
+from tilewise.bench.targets import Check, valued
 
 Record = dict[str, Any]
 Results = dict[str, Any]
@@ -60,14 +60,14 @@ def _gqa(records: list[Record]) -> Iterator[Check]:
 def _varlen(records: list[Record]) -> Iterator[Check]:
     equal = [r for r in records if r["packed"] == "equal"]
     times = Check("packed sequences: most time over the same as a batch", PACKING, at_most=True)
-    yield _valued(times, equal, _over(DENSE), max, "the batch has no number")
+    yield valued(times, equal, _over(DENSE), max, "the batch has no number")
 
 
 def _launch(records: list[Record]) -> Iterator[Check]:
     for name in dict.fromkeys(r["contestant"] for r in records):
         times = Check(f"launch, {name}: host time over PyTorch's SDPA", LAUNCH, at_most=True)
         chosen = [r for r in records if r["contestant"] == name]
-        yield _valued(times, chosen, _over(SDPA), max, f"{SDPA} has no number")
+        yield valued(times, chosen, _over(SDPA), max, f"{SDPA} has no number")
 
 
 def _over(peer: str) -> Callable[[Record], float | None]:
@@ -81,7 +81,7 @@ def _over(peer: str) -> Callable[[Record], float | None]:
 
 def _to_best(what: str, records: list[Record], limit: float, of: Callable[[list[float]], float]) -> Check:
     """Judged only beside the strongest peer: without it the number is told, and proves nothing."""
-    check = _valued(Check(what, limit), records, lambda r: r["ratio"], of, "no peer ran")
+    check = valued(Check(what, limit), records, lambda r: r["ratio"], of, "no peer ran")
     if records and FLASH in records[0]["missing"]:
         return replace(check, limit=None, note=f"not judged: {FLASH} was not there")
     without = sum(FLASH not in (r["ratios"] or {}) for r in records)
@@ -92,26 +92,7 @@ def _to_best(what: str, records: list[Record], limit: float, of: Callable[[list[
 
 def _to_peer(what: str, records: list[Record], peer: str, limit: float | None) -> Check:
     check = Check(what, limit)
-    return _valued(check, records, lambda r: (r["ratios"] or {}).get(peer), min, f"{peer} has no number")
-
-
-def _valued(
-    check: Check,
-    records: list[Record],
-    number: Callable[[Record], float | None],
-    of: Callable[[list[float]], float],
-    otherwise: str,
-) -> Check:
-    """One wrong or missing case, and there is no value: a mean without it would prove nothing."""
-    numbers = [number(r) if r["status"] == "ok" else None for r in records]
-    found = [x for x in numbers if x is not None]
-    if records and len(found) == len(records):
-        return replace(check, value=of(found))
-    lacking = next((r for r, x in zip(records, numbers, strict=True) if x is None), None)
-    if lacking is None:
-        return replace(check, note="no cases")
-    why = otherwise if lacking["status"] == "ok" else f"{lacking['status']}: {lacking['reason']}"
-    return replace(check, note=f"{len(records) - len(found)} of {len(records)} cases have no number: {why}")
+    return valued(check, records, lambda r: (r["ratios"] or {}).get(peer), min, f"{peer} has no number")
 
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {

@@ -14,9 +14,9 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
-from tilewise.kernels.cuda.ops import TABLE_BYTES, Table
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.source import is_raw
+from tilewise.kernels.cuda.tables import TABLE_BYTES, Table
 from tilewise.kernels.cuda.tensor_map import TensorMap
 from tilewise.schedule import Runs, plan
 from tilewise.spec import Attention, Shape, Tile

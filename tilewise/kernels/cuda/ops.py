@@ -7,28 +7,35 @@ held in registers for each row: a comparison with a constant for each score, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from tilewise import arrays
 from tilewise.expr import COMPARISONS, Expr, Loaded, S
 from tilewise.kernels.cuda.structs import MAX_CONSTANTS
+from tilewise.kernels.cuda.sums import (
+    OF_ROWS,
+    Linear,
+    Range,
+    bound_text,
+    combined,
+    is_short,
+    range_of,
+    start_text,
+    tightest,
+    times,
+)
+from tilewise.kernels.cuda.tables import TABLE_BYTES, Table, layout
 from tilewise.walking import OpTable, evaluate
 
 STORED = {
     "float32": "float", "float64": "double", "float16": "Half", "bfloat16": "BFloat", "int8": "signed char",
     "int16": "short", "int32": "int", "int64": "long long", "uint8": "unsigned char", "bool": "Truth",
 }  # fmt: skip
-
-TABLE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # of the cells of tables that come by tiles
-
-# Bounds are sums of a few variables and a constant, and must fit 32 bits: positions may not be beyond MOST_POSITIONS.
-MOST_POSITIONS = 2**27
-_MOST_TERMS, _MOST_CONSTANT = 4, 2**28
 
 
 class Place(IntFlag):
@@ -42,17 +49,7 @@ class Place(IntFlag):
 
 _STRUCTS = {Place.HEAD: "head", Place.ROW: "row", Place.KEY: "key"}  # what holds the values of each place
 _NAMES = {Place.HEAD: "h", Place.ROW: "r", Place.KEY: "k", Place.SCORE: "x"}  # how the values of each place are named
-_PLACES = {"S": Place.SCORE, "Q": Place.ROW, "QP": Place.ROW, "K": Place.KEY, "KP": Place.KEY}
-
-Linear = Mapping[str, int]  # a whole number as a sum: how often each variable is in it, and the constant under ""
-
-
-@dataclass(frozen=True)
-class Range:
-    """A condition on K: no less than each of `least`, no more than each of `most`."""
-
-    least: tuple[Linear, ...] = ()
-    most: tuple[Linear, ...] = ()
+_PLACES = {"S": Place.SCORE, **dict.fromkeys(OF_ROWS, Place.ROW), "K": Place.KEY, "KP": Place.KEY}
 
 
 @dataclass(frozen=True)
@@ -82,21 +79,6 @@ class Statement:
     type: str
     text: str
     uses: tuple[Term, ...]
-
-
-@dataclass(frozen=True)
-class Table:
-    """An array of which a score reads the cell of its query and its key: a tile of it can come along with one of keys.
-
-    Its axes: those of queries and of keys, and the others, which a head chooses.
-    """
-
-    cell: str  # of variant::Near
-    slot: int
-    dtype: str
-    q_axis: int
-    k_axis: int
-    others: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +247,7 @@ class _Writer:
         for forms, choose, symbol in sides:
             if forms:
                 function = "maximum" if choose is max else "minimum"
-                texts = [_bound_text(form, self._constant_of(form)) for form in _tightest(forms, choose)]
+                texts = [bound_text(form, self._constant_of(form)) for form in tightest(forms, choose)]
                 bound = texts[0]
                 for text in texts[1:]:
                     bound = f"{function}({bound}, {text})"
@@ -330,12 +312,12 @@ class _Writer:
             if op == "div" and (a.of_score or b.of_score):
                 kind = "div of score" if b.named else "div of score by constant"
             template = _ARITHMETIC[kind].replace("T", type_)
-            return self.emit(template, (a, b), type_, wide, linear=_combined(op, a.linear, b.linear))
+            return self.emit(template, (a, b), type_, wide, linear=combined(op, a.linear, b.linear))
 
         return combine
 
     def _negative(self, a: Term) -> Term:
-        return self._sign("-{0}", a, _times(a.linear, -1))
+        return self._sign("-{0}", a, times(a.linear, -1))
 
     def _absolute(self, a: Term) -> Term:
         return replace(self._sign("absolute<T>({0})", a, None), absolute_of=a.linear)
@@ -343,9 +325,9 @@ class _Writer:
     def _float(self, a: Term) -> Term:
         """A sum with K in it, or its size, is a float of the row and columns are counted from it: none is converted."""
         form = a.linear or a.absolute_of
-        if form is None or abs(form.get("K", 0)) != 1 or not _is_short(form):
+        if form is None or abs(form.get("K", 0)) != 1 or not is_short(form):
             return self.emit("float({0})", (a,), "float")
-        start = self.statement("int", _start_text(form), Place.ROW, ())
+        start = self.statement("int", start_text(form), Place.ROW, ())
         name = self.statement("float", f"float({start})", Place.ROW, (Term(start, "int", Place.ROW),))
         sign = "+" if form["K"] > 0 else "-"
         self.starts[name] = f"row.{start} {sign} first_key"
@@ -360,7 +342,7 @@ class _Writer:
 
     def _comparison(self, op: str) -> Callable[[Term, Term], Term]:
         def compare(a: Term, b: Term) -> Term:
-            within = _range(op, a.linear, b.linear)
+            within = range_of(op, a.linear, b.linear)
             if within is not None:
                 return Term("", "bool", Place.SCORE, within=within)
             return self.emit(f"{{0}} {COMPARISONS[op]} {{1}}", (a, b), "bool")
@@ -487,91 +469,3 @@ def _constant(value: bool | int | float) -> Term:
         text = f"{digits if '.' in digits or 'e' in digits else digits + '.0'}f"
         text = f"({text})" if text.startswith("-") else text
     return Term(text, "float", Place.HEAD, named=False)
-
-
-# -- sums of variables ------------------------------------------------------------------------------------------------
-
-
-def _times(a: Linear | None, factor: int) -> Linear | None:
-    return None if a is None else {name: factor * count for name, count in a.items()}
-
-
-def _combined(op: str, a: Linear | None, b: Linear | None) -> Linear | None:
-    if a is None or b is None or op not in ("add", "sub"):
-        return None
-    sign = 1 if op == "add" else -1
-    return {name: a.get(name, 0) + sign * b.get(name, 0) for name in {**a, **b}}
-
-
-_MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
-
-
-def _range(op: str, a: Linear | None, b: Linear | None) -> Range | None:
-    """`a op b` as a bound of K, if it is one: K stands alone on one side, and the rest is a short sum without it."""
-    difference = _combined("sub", a, b)
-    if difference is None or op not in _MIRRORED or abs(difference.get("K", 0)) != 1:
-        return None
-    if difference["K"] < 0:
-        op, difference = _MIRRORED[op], _times(difference, -1) or {}
-    # K + rest op 0; K is counted from the beginning of these keys, as columns are.
-    rest = {name: -count for name, count in difference.items() if name != "K" and count}
-    constant = rest.pop("", 0) + {"lt": -1, "gt": 1}.get(op, 0)
-    bound = {**rest, "": constant}
-    if not _is_short(bound):
-        return None
-    return Range(most=(bound,)) if op in ("lt", "le") else Range(least=(bound,))
-
-
-def _is_short(form: Linear) -> bool:
-    """Whether it fits 32 bits at all positions, and is known once a row is, but for K."""
-    terms = sum(abs(count) for name, count in form.items() if name not in ("", "K"))
-    return terms <= _MOST_TERMS and abs(form.get("", 0)) <= _MOST_CONSTANT and not form.get("KP")
-
-
-def _tightest(forms: tuple[Linear, ...], choose: Callable[[int, int], int]) -> list[Linear]:
-    """Bounds that differ by a constant are one bound."""
-    constants: dict[tuple[tuple[str, int], ...], int] = {}
-    for form in forms:
-        variables = tuple(sorted((name, count) for name, count in form.items() if name))
-        constants[variables] = choose(form[""], constants.get(variables, form[""]))
-    return [{**dict(variables), "": constant} for variables, constant in constants.items()]
-
-
-def _bound_text(form: Linear, constant: str | None) -> str:
-    """A bound in the place of rows, counted from the first key of the call or sequence; constant: how it is called."""
-    told = (1, constant) if constant else (form.get("", 0), "1")
-    return _sum_text([*_named(form), told, (-1, "head.origin_k")])
-
-
-def _start_text(form: Linear) -> str:
-    """A sum with K in it, in the place of rows, at the first key of the call or sequence."""
-    return _sum_text([*_named({**form, "K": 0}), (form.get("", 0), "1"), (form["K"], "head.origin_k")])
-
-
-def _named(form: Linear) -> list[tuple[int, str]]:
-    named = [(n, name if _PLACES.get(name) == Place.ROW else f"head.{name}") for name, n in form.items() if name]
-    return sorted(named, key=lambda term: term[0] < 0)
-
-
-def _sum_text(terms: list[tuple[int, str]]) -> str:
-    text = ""
-    for count, name in terms:
-        if count:
-            size = str(abs(count)) if name == "1" else name if abs(count) == 1 else f"{abs(count)} * {name}"
-            text += (" - " if count < 0 else " + ") + size if text else ("-" if count < 0 else "") + size
-    return text
-
-
-class Axis(NamedTuple):
-    """What of an array's layout decides over the text."""
-
-    is_unit: bool  # its numbers lie side by side
-    is_copied: bool  # in steps that the copy engine takes: multiples of 16 bytes
-
-
-def layout(array: Any) -> tuple[Axis, ...]:
-    size = array.element_size() if arrays.is_torch(array) else array.itemsize
-    steps = [size * step for step in array.stride()] if arrays.is_torch(array) else array.strides
-    return tuple(
-        Axis(step == size, n == 1 or (step > 0 and step % 16 == 0)) for n, step in zip(array.shape, steps, strict=True)
-    )

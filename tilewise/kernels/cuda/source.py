@@ -13,8 +13,9 @@ from typing import Any
 from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
-from tilewise.kernels.cuda.ops import STORED, TABLE_BYTES, Table, Variant, layout, variant
+from tilewise.kernels.cuda.ops import STORED, Variant, variant
 from tilewise.kernels.cuda.rungs import SOURCES, Rung
+from tilewise.kernels.cuda.tables import TABLE_BYTES, Table, layout
 from tilewise.sharing import Lock
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilewise.kernels.cuda.ops import MOST_POSITIONS
 from tilewise.kernels.cuda.structs import MAX_ARRAYS, MAX_RANK
+from tilewise.kernels.cuda.sums import MOST_POSITIONS
 from tilewise.spec import Attention, Shape
 
 DTYPES = ("float32", "float16", "bfloat16")
