@@ -343,3 +343,17 @@ def test_a_kernel_compiled_ahead_that_the_driver_refuses(
     tensors = _inputs(0, **TILED)
     assert _close(tw.attention(*tensors), _want(tensors))
     assert "the prebuilt kernel 'tiled' is compiled anew: loading a kernel" in caplog.text
+
+
+@KINDS
+def test_what_a_variant_made_stays_for_a_graph(kind: dict[str, Any], fake_gpu: FakeGpu) -> None:
+    """Slopes that nobody else holds: a replay may read them at any time."""
+    tensors, score = _inputs(0, **kind), tw.alibi(2)
+    tw.attention(*tensors, score=score)
+    before = len(launcher._in_graphs)
+    tw.attention(*tensors, score=score)
+    assert len(launcher._in_graphs) == before
+    fake_gpu.capturing = True
+    tw.attention(*tensors, score=score)
+    held = [x for x in launcher._in_graphs.values() if isinstance(x, repeat.Known)]
+    assert [x.tolist() for x in held[0].operands if not isinstance(x, int)] == [[2**-4, 2**-8]]

@@ -76,8 +76,7 @@ def make_ready(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any
     batch, heads, n, _ = q.shape
     out = (batch, heads, n, v.shape[3]), strides_as(q, v)
     lse = (batch, heads, n), (heads * n, n, 1)
-    constants = [place[id(slot.array)] for slot in held.loaded if slot.constant]
-    return Ready(prepared, [place[id(slot.array)] for slot in held.loaded], out, lse, q, constants)
+    return Ready(prepared, [place[id(slot.array)] for slot in held.loaded], out, lse, q)
 
 
 def _backward(

@@ -19,13 +19,11 @@ _ALIGNMENT = 16  # kernels differ by whether arrays begin at multiples of it
 class Ready:
     """A launch, and how its results are stored: sizes and steps of out and lse.
 
-    places: where the arrays that it reads are among those of a call; constants: those that the variant made itself.
+    places: where the arrays that it reads are among those of a call.
     """
 
-    def __init__(
-        self, prepared: Any, places: Sequence[int], out: Any, lse: Any, like: Tensor, constants: Sequence[int] = ()
-    ) -> None:
-        self.prepared, self.places, self.constants = prepared, places, constants
+    def __init__(self, prepared: Any, places: Sequence[int], out: Any, lse: Any, like: Tensor) -> None:
+        self.prepared, self.places = prepared, places
         self.out, self.lse, self.dtype, self.device = out, lse, like.dtype, like.device
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -36,8 +34,6 @@ class Ready:
         if sinks is not None:
             addresses.append(sinks.data_ptr())
         self.prepared.launch(addresses)
-        if self.constants:  # nobody else holds them, and a graph may read them at any time
-            self.prepared.hold_in_graphs([arrays[i] for i in self.constants])
         return out, lse
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewise import validate
+from tilewise.arrays import place_of
 from tilewise.expr import Expr
 from tilewise.pytorch import autograd, operator, ready
 from tilewise.pytorch.ready import Kept, Ready, are_aligned, layout
@@ -39,6 +40,8 @@ class Known:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         operands = [given[x] if isinstance(x, int) else x for x in self.operands]
+        if len(given) < len(operands):  # some are its own: a graph that is captured now may read them at any time
+            self.inner.prepared.hold_in_graphs(self)
         if not torch.is_grad_enabled() or not _want_gradients(q, k, v, sinks, *given):
             return self.outer.run(q, k, v, sinks, operands)
         q, k, v = (validate.expand(x, self.rank) for x in (q, k, v))
@@ -102,19 +105,11 @@ def _said(variant: Any, given: list[Tensor]) -> Any:
     if variant is None:
         return None
     if not isinstance(variant, Expr):
-        return "a tensor", _place(variant, given)
+        return "a tensor", place_of(variant, given)
     slots = remembered(variant, "slots", loads)
     if all(slot.constant for slot in slots):
         return id(variant)
-    return variant.key, *(id(x.array) if x.constant else ("given", _place(x.array, given)) for x in slots)
-
-
-def _place(array: Any, given: list[Tensor]) -> int:
-    for i, x in enumerate(given):
-        if x is array:
-            return i
-    given.append(array)
-    return len(given) - 1
+    return variant.key, *(id(x.array) if x.constant else ("given", place_of(x.array, given)) for x in slots)
 
 
 def _content(lengths: Any) -> tuple[Any, ...] | None:
