@@ -1,10 +1,9 @@
-"""The GPU suite without a GPU: its cases, its judgement, its method, its targets, and what is made of its results."""
+"""The GPU suite without a GPU: its cases, its judgement, its method, the process it runs in, limits and traffic."""
 
 from __future__ import annotations
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -18,10 +17,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from tests import fake_gpu as fakes  # noqa: E402
+from tests import fake_stage as fakes  # noqa: E402
+from tests.gpu_results import OUR, made_up  # noqa: E402
 from tilewise import cli  # noqa: E402
-from tilewise.bench.contestants import OURS  # noqa: E402
-from tilewise.bench.gpu import cases, contestants, limits, plot, report, run, stage, suite, targets, timing, traffic  # noqa: E402
+from tilewise.bench.gpu import cases, contestants, limits, report, run, suite, targets, timing, traffic  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
 from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
 from tilewise.bench.gpu.judge import ALLOWED, Expected  # noqa: E402
@@ -32,8 +31,6 @@ from tilewise.cli import bench_gpu  # noqa: E402
 ROOT = Path(__file__).parent.parent
 FAST = Settings(rounds=2, host_calls=3)
 SMALL = {"tokens": 64, "hidden": 32}
-OUR = OURS + suite.KERNEL
-Ratio = Callable[[Case, str], float]
 
 
 def small(variant: str, **options: Any) -> Case:
@@ -45,53 +42,11 @@ def measure(case: Case, *who: str, host: bool = False) -> dict[str, dict[str, An
     return {r["contestant"].rpartition(":")[2]: r for r in found}
 
 
-def made_up(name: str, ratio: Ratio = lambda case, peer: 1.5, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Results of a section: ours reaches 500 TFLOP/s, a peer that over the ratio."""
-    section, records = suite.SECTIONS[name], []
-    for case in section.cases:
-        made = []
-        for who in section.who(suite.KERNEL, case):
-            if who in without:
-                continue
-            record = stage.blank(case, who, contestants.find(who).ours, None)
-            options = VARIANTS[case.variant]
-            if who == FLASH and options.flash is None:
-                record.update(status="cannot express", reason="it has none")
-            else:
-                faster = 1.0 if record["ours"] else ratio(case, who)
-                ms = case.flops / 500e9 * faster
-                record.update(
-                    median_ms=ms, rounds_ms=[0.99 * ms, ms, 1.02 * ms], spread=0.03, how="graph", calls=5, error=0.002
-                )
-                record["tflops"] = None if section.host else case.flops / ms / 1e9
-                record["fraction"] = None if section.host else record["tflops"] / fakes.LIMITS["matmul_tflops"]
-            made.append(record)
-        stage.compare(made)
-        records += made
-    missing = dict.fromkeys(without, "not installed")
-    return {
-        "schema": run.SCHEMA, "tilewise": "0.1.0", "date": "2026-11-15T12:00:00Z", "missing": missing,
-        "machine": {**fakes.MACHINE, **fakes.LIMITS}, "options": {"section": name, "quick": False}, "records": records,
-    }  # fmt: skip
-
-
-def values(*sections: dict[str, Any]) -> dict[str, Any]:
-    return {check.what: check for check in targets.checks({s["options"]["section"]: s for s in sections})}
-
-
 @pytest.fixture(autouse=True)
 def _working_device() -> Any:
     fakes.broken.clear()
     yield
     fakes.broken.clear()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "gpu").mkdir()
-    for name in suite.SECTIONS:
-        (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(made_up(name), allow_nan=False))
-    return tmp_path / "gpu"
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -157,7 +112,7 @@ def test_hard_inputs_are_hard() -> None:
 def test_ours_is_what_the_peers_functions_say(variant: str, group: int) -> None:
     """Wide enough for windows to hide something."""
     case = Case(variant, 1152, 16, group, tokens=1152, hidden=64)
-    found = measure(case, "tilewise cpu", "tests.fake_gpu:right")
+    found = measure(case, "tilewise cpu", "tests.fake_stage:right")
     assert {r["status"] for r in found.values()} == {"ok"}, found
     assert all(r["error"] < ALLOWED / 4 for r in found.values())
 
@@ -209,18 +164,18 @@ def test_a_rung_that_is_not_there_is_missing() -> None:
 
 def test_wrong_failing_and_lazy_contestants_are_shown_as_such() -> None:
     who = ("right", "off", "lazy", "failing", "tiring")
-    found = measure(small("causal"), "tilewise cpu", *(f"tests.fake_gpu:{name}" for name in who))
+    found = measure(small("causal"), "tilewise cpu", *(f"tests.fake_stage:{name}" for name in who))
     assert {name: r["status"] for name, r in found.items()} == {
         "tilewise cpu": "ok", "right": "ok", "off": "wrong", "lazy": "wrong", "failing": "failed", "tiring": "failed",
     }  # fmt: skip
     assert found["off"]["error"] == pytest.approx(0.1, rel=0.1) and found["lazy"]["error"] is None
     assert found["failing"]["reason"] == "RuntimeError: it broke at <path>"
     assert found["failing"]["median_ms"] is None and found["tiring"]["reason"] == "RuntimeError: tired"
-    assert list(found["tilewise cpu"]["ratios"]) == ["tests.fake_gpu:right"]  # neither a wrong nor a failed peer
+    assert list(found["tilewise cpu"]["ratios"]) == ["tests.fake_stage:right"]  # neither a wrong nor a failed peer
 
 
 def test_records_have_the_same_fields_and_go_into_json() -> None:
-    found = measure(small("causal"), "tilewise cpu", "tests.fake_gpu:right", "tests.fake_gpu:failing")
+    found = measure(small("causal"), "tilewise cpu", "tests.fake_stage:right", "tests.fake_stage:failing")
     assert len({tuple(r) for r in found.values()}) == 1
     json.dumps(list(found.values()), allow_nan=False)
     ours, peer, _ = found.values()
@@ -360,12 +315,12 @@ def test_short_calls_are_many_and_take_turns(pace: float, count: int) -> None:
 
 @pytest.fixture
 def fake_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "STAGE", "tests.fake_gpu:FakeStage")
+    monkeypatch.setattr(run, "STAGE", "tests.fake_stage:FakeStage")
 
 
 def section_of(*peers: str, variants: tuple[str, ...] = ("full", "causal"), name: str = "gqa") -> suite.Section:
     every = tuple(small(variant) for variant in variants)
-    return suite.Section(name, "a test", every, every, tuple(f"tests.fake_gpu:{peer}" for peer in peers))
+    return suite.Section(name, "a test", every, every, tuple(f"tests.fake_stage:{peer}" for peer in peers))
 
 
 def test_a_contestant_that_breaks_the_gpu_costs_one_case(fake_stage: None) -> None:
@@ -374,9 +329,9 @@ def test_a_contestant_that_breaks_the_gpu_costs_one_case(fake_stage: None) -> No
         results = playing.section(section, section.cases, {"quick": False})
     full, causal = results["records"][:3], results["records"][3:]
     assert {r["status"] for r in full} == {"failed"} and {r["status"] for r in causal} == {"ok"}
-    assert full[0]["reason"].startswith("tests.fake_gpu:breaking left the GPU unusable: RuntimeError: an illegal")
+    assert full[0]["reason"].startswith("tests.fake_stage:breaking left the GPU unusable: RuntimeError: an illegal")
     assert [r["ours"] for r in full] == [True, False, False]
-    assert results["missing"] == {"tests.fake_gpu:absent": "not installed"}
+    assert results["missing"] == {"tests.fake_stage:absent": "not installed"}
     assert results["machine"]["gpu"] == "Fake H200" and results["machine"]["matmul_tflops"] == 700.0
     assert causal[0]["fraction"] == pytest.approx(causal[0]["tflops"] / 700)
     assert json.loads(json.dumps(results, allow_nan=False)) == results
@@ -444,78 +399,6 @@ def test_importing_the_suite_needs_neither_torch_nor_a_gpu() -> None:
     code = f"import sys; from tilewise.bench.gpu import {modules}; print({{'torch', 'triton'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
-
-
-# -- targets ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("section", "what", "limit"),
-    [
-        ("forward", "forward, d 64: geometric mean to the best peer", 1.10),
-        ("forward", "forward, d 128: slowest case to the best peer", 1.02),
-        ("forward", "forward, d 256: geometric mean to the best peer", 1.00),
-        ("forward", "forward, d 256: slowest case to the best peer", 0.95),
-        ("stress", "hard inputs: slowest case to the best peer", 0.95),
-        ("variants", "alibi: slowest case to FlexAttention", 1.2),
-        ("variants", "softcap: slowest case to FlashAttention-4", 1 / 1.15),
-        ("gqa", "grouped heads: slowest case to cuDNN", 1.0),
-    ],
-)
-def test_ratios_are_met_from_their_limit_on(section: str, what: str, limit: float) -> None:
-    for ratio, met in ((limit + 1e-6, True), (limit - 1e-6, False)):
-        assert values(made_up(section, lambda case, peer, ratio=ratio: ratio))[what].met is met
-
-
-def test_the_best_peer_of_each_case_counts() -> None:
-    def ratio(case: Case, peer: str) -> float:
-        slow = case.n == 512 and case.d == 64 and case.variant == "causal" and peer == FLASH
-        return 1.0 if slow else 1.2 if peer == FLASH else 1.3
-
-    found = values(made_up("forward", ratio))
-    mean, least = (found[f"forward, d 64: {what} to the best peer"] for what in ("geometric mean", "slowest case"))
-    assert mean.value == pytest.approx(1.2 ** (11 / 12)) and mean.met is True and mean.target == "at least 1.10x"
-    assert least.value == pytest.approx(1.0) and least.met is False
-    assert found["forward, d 128: slowest case to the best peer"].value == pytest.approx(1.2)
-
-
-def test_times_must_stay_below_their_limit() -> None:
-    packing, launch = (
-        "packed sequences: most time over the same as a batch",
-        f"launch, {OUR}: host time over PyTorch's SDPA",
-    )
-    for ratio, met in ((1 / 1.04, True), (1 / 1.06, False)):
-        check = values(made_up("varlen", lambda case, peer, ratio=ratio: ratio))[packing]
-        assert check.value == pytest.approx(1 / ratio) and check.met is met and check.target == "at most 1.05x"
-    for ratio, met in ((1 / 1.4, True), (1 / 1.6, False)):
-        assert values(made_up("launch", lambda case, peer, ratio=ratio: ratio))[launch].met is met
-
-
-def test_without_the_strongest_peer_nothing_is_judged() -> None:
-    found = values(
-        made_up("forward", without=(FLASH,)), made_up("variants", without=(FLASH,)), made_up("gqa", without=(FLASH,))
-    )
-    check = found["forward, d 64: geometric mean to the best peer"]
-    assert check.met is None and check.shown == "1.50x" and check.note == "not judged: FlashAttention-4 was not there"
-    assert found["softcap: slowest case to FlexAttention"].met is True
-    assert "softcap: slowest case to FlashAttention-4" not in found
-    assert found["grouped heads: slowest case to cuDNN"].met is True
-
-
-def test_cases_that_the_strongest_peer_fails_on_are_counted() -> None:
-    results = made_up("forward")
-    for r in results["records"]:
-        if r["d"] == 256 and r["ours"]:
-            del r["ratios"][FLASH]
-    check = values(results)["forward, d 256: geometric mean to the best peer"]
-    assert check.met is True and check.note == "12 of 12 cases without FlashAttention-4"
-
-
-def test_a_case_without_a_right_answer_proves_nothing() -> None:
-    results = made_up("gqa")
-    next(r for r in results["records"] if r["ours"]).update(status="wrong", reason="relative error 1")
-    check = values(results)["grouped heads: slowest case to cuDNN"]
-    assert check.met is False and check.note == "1 of 10 cells have no number: wrong: relative error 1"
 
 
 # -- limits and traffic -----------------------------------------------------------------------------------------------
@@ -597,77 +480,3 @@ def test_the_ladder_tells_bytes_and_limits(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(traffic, "measured", lambda plays: "no ncu")
     run.climb(results["records"], suite.SECTIONS["ladder"].cases, fakes.LIMITS)
     assert tiled["traffic_reason"] == "no ncu"
-
-
-# -- what is made of the results --------------------------------------------------------------------------------------
-
-
-def test_stored_sections_are_shown_and_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--gpu", "--from", str(folder), "--plot", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert "✓ forward, d 64: geometric mean to the best peer" in out and "power limit 700 W" in out
-    assert re.search(r"causal, d 128, n 512 +500 +333 +333 +- +1.50x", out)  # no FlexAttention at this n
-    assert "causal, d 128, n 1024, 16 heads on 2" in out and "full, d 64, n 4096, packed ragged" in out
-    assert "Rounds differ by up to 3%." in out
-    assert sorted(path.name for path in folder.glob("*.png")) == [
-        "forward.png",
-        "gqa.png",
-        "stress.png",
-        "variants.png",
-    ]
-
-
-def test_failures_are_told_once_with_their_count() -> None:
-    results = made_up("gqa", without=(FLASH,))
-    for r in results["records"]:
-        if not r["ours"]:
-            r.update(status="failed", reason="no plan", median_ms=None, tflops=None)
-    lines = report.section("gqa", results).splitlines()
-    assert "cuDNN: failed: no plan (10 cases)" in lines and "FlashAttention-4 is not here: not installed" in lines
-
-
-def test_a_section_without_targets_has_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--gpu", "ladder", "--from", str(folder)]) == 0
-    assert "No targets in these sections." in capsys.readouterr().out
-
-
-def test_a_quick_run_is_called_one() -> None:
-    results = made_up("gqa")
-    assert "a quick run" not in report.summary({"gqa": results})
-    results["options"]["quick"] = True
-    assert report.summary({"gqa": results}).endswith("a quick run")
-
-
-def test_the_figure_has_a_line_for_everyone_and_the_limit() -> None:
-    axes = plot._against_n("forward", made_up("forward")).axes
-    assert len(axes) == 6
-    lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
-    assert set(lines) == {OUR, CUDNN, FLASH, FLEX, "measured matmul of 8192"}
-    assert lines[OUR] == pytest.approx([500.0] * 6) and len(lines[FLEX]) == 2
-    assert lines["measured matmul of 8192"] == [700.0, 700.0] and axes[0].get_ylim()[1] > 700
-
-
-def test_only_what_there_is_is_drawn(tmp_path: Path) -> None:
-    results = made_up("variants")
-    for r in results["records"]:
-        r.update(status="failed", reason="it broke")
-    assert plot.draw({"variants": results, "ladder": made_up("ladder")}, tmp_path) == []
-
-
-def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Path) -> None:
-    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
-    shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
-    (folder / "forward.png").touch()
-    readme, performance = (tables["fill"](page, tmp_path) for page in tables["PAGES"])
-    for text in (readme, performance):
-        assert "| forward, d 64: geometric mean to the best peer | 1.50x | at least 1.10x | ✓ |" in text
-        assert "/gpu/forward.png)" in text and "Fake H200" in text
-    assert "| causal, d 64, n 512 | 500 | 333 | 333 | - | 1.50x |" in performance
-    assert "From `results/gpu/launch.json`, 2026-11-15. Microseconds until a call returns." in performance
-
-
-def test_tables_of_nothing_say_so(tmp_path: Path) -> None:
-    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
-    shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
-    text = tables["fill"](tables["PAGES"][1], tmp_path)
-    assert "Not measured yet: `tilewise bench --gpu forward --json results/gpu` does it." in text

@@ -1,0 +1,175 @@
+"""What is made of the GPU suite's results: targets that are met or not, tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.gpu_results import OUR, made_up, values  # noqa: E402
+from tilewise import cli  # noqa: E402
+from tilewise.bench.gpu import plot, report, suite  # noqa: E402
+from tilewise.bench.gpu.cases import Case  # noqa: E402
+from tilewise.bench.gpu.contestants import CUDNN, FLASH, FLEX  # noqa: E402
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "gpu").mkdir()
+    for name in suite.SECTIONS:
+        (tmp_path / "gpu" / f"{name}.json").write_text(json.dumps(made_up(name), allow_nan=False))
+    return tmp_path / "gpu"
+
+
+# -- targets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("section", "what", "limit"),
+    [
+        ("forward", "forward, d 64: geometric mean to the best peer", 1.10),
+        ("forward", "forward, d 128: slowest case to the best peer", 1.02),
+        ("forward", "forward, d 256: geometric mean to the best peer", 1.00),
+        ("forward", "forward, d 256: slowest case to the best peer", 0.95),
+        ("stress", "hard inputs: slowest case to the best peer", 0.95),
+        ("variants", "alibi: slowest case to FlexAttention", 1.2),
+        ("variants", "softcap: slowest case to FlashAttention-4", 1 / 1.15),
+        ("gqa", "grouped heads: slowest case to cuDNN", 1.0),
+    ],
+)
+def test_ratios_are_met_from_their_limit_on(section: str, what: str, limit: float) -> None:
+    for ratio, met in ((limit + 1e-6, True), (limit - 1e-6, False)):
+        assert values(made_up(section, lambda case, peer, ratio=ratio: ratio))[what].met is met
+
+
+def test_the_best_peer_of_each_case_counts() -> None:
+    def ratio(case: Case, peer: str) -> float:
+        slow = case.n == 512 and case.d == 64 and case.variant == "causal" and peer == FLASH
+        return 1.0 if slow else 1.2 if peer == FLASH else 1.3
+
+    found = values(made_up("forward", ratio))
+    mean, least = (found[f"forward, d 64: {what} to the best peer"] for what in ("geometric mean", "slowest case"))
+    assert mean.value == pytest.approx(1.2 ** (11 / 12)) and mean.met is True and mean.target == "at least 1.10x"
+    assert least.value == pytest.approx(1.0) and least.met is False
+    assert found["forward, d 128: slowest case to the best peer"].value == pytest.approx(1.2)
+
+
+def test_times_must_stay_below_their_limit() -> None:
+    packing, launch = (
+        "packed sequences: most time over the same as a batch",
+        f"launch, {OUR}: host time over PyTorch's SDPA",
+    )
+    for ratio, met in ((1 / 1.04, True), (1 / 1.06, False)):
+        check = values(made_up("varlen", lambda case, peer, ratio=ratio: ratio))[packing]
+        assert check.value == pytest.approx(1 / ratio) and check.met is met and check.target == "at most 1.05x"
+    for ratio, met in ((1 / 1.4, True), (1 / 1.6, False)):
+        assert values(made_up("launch", lambda case, peer, ratio=ratio: ratio))[launch].met is met
+
+
+def test_without_the_strongest_peer_nothing_is_judged() -> None:
+    found = values(
+        made_up("forward", without=(FLASH,)), made_up("variants", without=(FLASH,)), made_up("gqa", without=(FLASH,))
+    )
+    check = found["forward, d 64: geometric mean to the best peer"]
+    assert check.met is None and check.shown == "1.50x" and check.note == "not judged: FlashAttention-4 was not there"
+    assert found["softcap: slowest case to FlexAttention"].met is True
+    assert "softcap: slowest case to FlashAttention-4" not in found
+    assert found["grouped heads: slowest case to cuDNN"].met is True
+
+
+def test_cases_that_the_strongest_peer_fails_on_are_counted() -> None:
+    results = made_up("forward")
+    for r in results["records"]:
+        if r["d"] == 256 and r["ours"]:
+            del r["ratios"][FLASH]
+    check = values(results)["forward, d 256: geometric mean to the best peer"]
+    assert check.met is True and check.note == "12 of 12 cases without FlashAttention-4"
+
+
+def test_a_case_without_a_right_answer_proves_nothing() -> None:
+    results = made_up("gqa")
+    next(r for r in results["records"] if r["ours"]).update(status="wrong", reason="relative error 1")
+    check = values(results)["grouped heads: slowest case to cuDNN"]
+    assert check.met is False and check.note == "1 of 10 cells have no number: wrong: relative error 1"
+
+
+# -- what is made of the results --------------------------------------------------------------------------------------
+
+
+def test_stored_sections_are_shown_and_drawn(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--gpu", "--from", str(folder), "--plot", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "✓ forward, d 64: geometric mean to the best peer" in out and "power limit 700 W" in out
+    assert re.search(r"causal, d 128, n 512 +500 +333 +333 +- +1.50x", out)  # no FlexAttention at this n
+    assert "causal, d 128, n 1024, 16 heads on 2" in out and "full, d 64, n 4096, packed ragged" in out
+    assert "Rounds differ by up to 3%." in out
+    assert sorted(path.name for path in folder.glob("*.png")) == [
+        "forward.png",
+        "gqa.png",
+        "stress.png",
+        "variants.png",
+    ]
+
+
+def test_failures_are_told_once_with_their_count() -> None:
+    results = made_up("gqa", without=(FLASH,))
+    for r in results["records"]:
+        if not r["ours"]:
+            r.update(status="failed", reason="no plan", median_ms=None, tflops=None)
+    lines = report.section("gqa", results).splitlines()
+    assert "cuDNN: failed: no plan (10 cases)" in lines and "FlashAttention-4 is not here: not installed" in lines
+
+
+def test_a_section_without_targets_has_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--gpu", "ladder", "--from", str(folder)]) == 0
+    assert "No targets in these sections." in capsys.readouterr().out
+
+
+def test_a_quick_run_is_called_one() -> None:
+    results = made_up("gqa")
+    assert "a quick run" not in report.summary({"gqa": results})
+    results["options"]["quick"] = True
+    assert report.summary({"gqa": results}).endswith("a quick run")
+
+
+def test_the_figure_has_a_line_for_everyone_and_the_limit() -> None:
+    axes = plot._against_n("forward", made_up("forward")).axes
+    assert len(axes) == 6
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes[0].lines}
+    assert set(lines) == {OUR, CUDNN, FLASH, FLEX, "measured matmul of 8192"}
+    assert lines[OUR] == pytest.approx([500.0] * 6) and len(lines[FLEX]) == 2
+    assert lines["measured matmul of 8192"] == [700.0, 700.0] and axes[0].get_ylim()[1] > 700
+
+
+def test_only_what_there_is_is_drawn(tmp_path: Path) -> None:
+    results = made_up("variants")
+    for r in results["records"]:
+        r.update(status="failed", reason="it broke")
+    assert plot.draw({"variants": results, "ladder": made_up("ladder")}, tmp_path) == []
+
+
+def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Path) -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
+    (folder / "forward.png").touch()
+    readme, performance = (tables["fill"](page, tmp_path) for page in tables["PAGES"])
+    for text in (readme, performance):
+        assert "| forward, d 64: geometric mean to the best peer | 1.50x | at least 1.10x | ✓ |" in text
+        assert "/gpu/forward.png)" in text and "Fake H200" in text
+    assert "| causal, d 64, n 512 | 500 | 333 | 333 | - | 1.50x |" in performance
+    assert "From `results/gpu/launch.json`, 2026-11-15. Microseconds until a call returns." in performance
+
+
+def test_tables_of_nothing_say_so(tmp_path: Path) -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    shutil.copy(ROOT / "results" / "numpy.json", tmp_path)
+    text = tables["fill"](tables["PAGES"][1], tmp_path)
+    assert "Not measured yet: `tilewise bench --gpu forward --json results/gpu` does it." in text
