@@ -91,13 +91,15 @@ def _refined(spec: Attention, tile: Tile) -> dict[tuple[int, int], list[tuple[Ar
     source, slots = assembled(REFINE, spec, SHAPE, tile, simulator.headers())
     loaded = [View.of_numpy(arrays.as_numpy(slot.array)) for slot in slots]
     params = marshal.params(spec, SHAPE, made, int(made.numbers.ctypes.data), {}, None, loaded, source.constants)
-    call: Any = marshal.refinement(params, made)
-    room = np.full(marshal.refined_numbers(made), -1, np.int32)
-    call.refined = int(room.ctypes.data)
-    shared = made.most_tiles * tile.q // 32
-    simulator.compile_source(source.text).launch(call, grid=made.n_records, threads=source.threads, shared_bytes=shared)
+    room = np.full(marshal.refined_numbers(made, tile), -1, np.int32)
+    kernel = simulator.compile_source(source.text)
+    blocks = marshal.refinement_blocks(made, tile, source.threads)
+    for grid, threads, joins in ((blocks, source.threads, False), (made.n_records, REFINE.JOINERS, True)):
+        call: Any = marshal.refinement(params, made, joins)
+        call.refined = int(room.ctypes.data)
+        kernel.launch(call, grid=grid, threads=threads, shared_bytes=source.shared_bytes)
     records = room[: made.n_records * marshal.RECORD].reshape(SHAPE.batch, SHAPE.heads, -1, marshal.RECORD)
-    runs = room[records.size :].reshape(-1, 3)
+    runs = room[records.size :][: 3 * made.n_records * made.most_tiles].reshape(-1, 3)
     at = structs.ITEM_PLACES
     return {
         (b, h): [

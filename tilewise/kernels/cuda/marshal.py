@@ -234,15 +234,23 @@ def launch(
 REFINED_AT_MOST = 256 << 20  # bytes
 
 
-def refined_numbers(made: Tables) -> int:
-    """Whole numbers that refined records and their runs take: a run is at most a tile."""
-    return made.n_records * (RECORD + 3 * made.most_tiles)
+def refined_numbers(made: Tables, tile: Tile) -> int:
+    """Whole numbers that refined records and their runs take, a run being at most a tile; and what is found of tiles, a
+    byte a warp."""
+    found = made.most_tiles * tile.q // 32
+    return made.n_records * (RECORD + 3 * made.most_tiles) + -(-made.n_records * found // 4)
 
 
-def refinement(call: Any, made: Tables) -> Structure:
-    """Refinement of source/refine.cu; a launch adds where the refined records go."""
+def refinement_blocks(made: Tables, tile: Tile, threads: int) -> int:
+    """Of the first launch: each looks at as many key tiles of a record as its threads have groups of queries."""
+    return made.n_records * -(-made.most_tiles // (threads // tile.q))
+
+
+def refinement(call: Any, made: Tables, joins: bool) -> Structure:
+    """Refinement of source/refine.cu, for its first or its second launch, which adds where the refined records go."""
     full: Any = structs.refinement_type(len(call.arrays))()
-    full.params, full.records, full.most_tiles = call, call.sequences, made.most_tiles
+    full.params, full.records, full.joins = call, call.sequences, joins
+    full.n_records, full.most_tiles = made.n_records, made.most_tiles
     full.record_batch, full.record_head = made.record_batch, made.record_head
     return full  # type: ignore[no-any-return]
 

@@ -82,16 +82,17 @@ class Refining:
     Each launch has records of its own: another may run beside it, with other arrays.
     """
 
-    def __init__(self, prepared: Prepared, params: Any, made: Tables, device: int) -> None:
-        self._prepared, self._device = prepared, device
-        self._numbers, self._runs_at = marshal.refined_numbers(made), 4 * marshal.RECORD * made.n_records
+    def __init__(self, launches: Sequence[Prepared], params: Any, made: Tables, tile: Tile, device: int) -> None:
+        self._launches, self._device = launches, device
+        self._numbers, self._runs_at = marshal.refined_numbers(made, tile), 4 * marshal.RECORD * made.n_records
         runs = type(params).params.offset + type(params.params).runs.offset
         self._places = [type(params).records.offset // _WORD, runs // _WORD]
 
     def launch(self, addresses: Sequence[int]) -> Any:
         """The refined records and their runs, in memory of the stream, which what follows on it may read."""
         refined = gpu.whole_numbers(self._numbers, self._device)
-        self._prepared.launch([*addresses, refined.data_ptr()])
+        for prepared in self._launches:
+            prepared.launch([*addresses, refined.data_ptr()])
         return refined
 
     def places_in(self, refined: Any) -> Iterator[tuple[int, int]]:
@@ -137,16 +138,17 @@ def _refining(
     spec: Attention, shape: Shape, tile: Tile, params: Any, tables: Tables, order: Sequence[int], device: int,
     numbers: Any,
 ) -> Refining | None:  # fmt: skip
-    shared_bytes = tables.most_tiles * tile.q // 32
-    if not marshal.is_unseen(spec) or shared_bytes > gpu.SHARED_BY_DEFAULT:
+    if not marshal.is_unseen(spec) or 4 * marshal.refined_numbers(tables, tile) > marshal.REFINED_AT_MOST:
         return None
-    if 4 * marshal.refined_numbers(tables) > marshal.REFINED_AT_MOST:
-        return None
-    source, _ = assembled(REFINE, spec, shape, tile)
-    source = replace(source, shared_bytes=shared_bytes)
-    call = marshal.refinement(params.params, tables)
-    places = [*_places(call, order, spec.sinks is not None), type(call).refined.offset // _WORD]
-    return Refining(Prepared(device, source, tables.n_records, call, places, numbers), params, tables, device)
+    look, _ = assembled(REFINE, spec, shape, tile)
+    join = replace(look, threads=REFINE.JOINERS, shared_bytes=0)
+    blocks = {look: marshal.refinement_blocks(tables, tile, look.threads), join: tables.n_records}
+    launches = []
+    for source in (look, join):
+        call = marshal.refinement(params.params, tables, joins=source is join)
+        places = [*_places(call, order, spec.sinks is not None), type(call).refined.offset // _WORD]
+        launches.append(Prepared(device, source, blocks[source], call, places, numbers))
+    return Refining(launches, params, tables, tile, device)
 
 
 def _places(params: Any, order: Sequence[int], has_sinks: bool) -> list[int]:

@@ -150,6 +150,7 @@ class ForwardSm90:
             "PING_PONG": tile.q == 128 and shape.d > 64,
             # When most exponentials of a tile are under way, the product before is waited for.
             "EIGHTHS_BEFORE_WAIT": 4 if three else 6 if shape.d > 64 else 8,
+            "HOLDS_WAIT": three or shape.d > 64,  # else the compiler finds a better place for that wait
             "CONSUMER_REGISTERS": 160 if three else 232,
             "PRODUCER_REGISTERS": 32 if three else 40,
         }
@@ -167,6 +168,8 @@ class Refine:
     """No kernel of the ladder: it looks at masks before one. Assembled as they are."""
 
     name, folder, planned, persistent = "refine", SOURCES, True, False
+    KEY_ROOM = 32  # bytes
+    JOINERS = 32  # threads of a block of its second launch
 
     def unsupported(self, shape: Shape) -> str | None:
         return None
@@ -181,8 +184,11 @@ class Refine:
         return 1024 // tile.q * tile.q
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        # A launch says how much memory is shared: a byte for each warp of a tile's queries and each key tile.
-        return {"SHARED_BYTES": 0, "THREADS": self.threads(tile)}
+        # What a variant computes for a key is shared, if it has room.
+        groups = self.threads(tile) // tile.q
+        return {
+            "THREADS": self.threads(tile), "KEY_ROOM": self.KEY_ROOM, "SHARED_BYTES": groups * tile.k * self.KEY_ROOM,
+        }  # fmt: skip
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
@@ -196,4 +202,4 @@ def _up(n: int, multiple: int) -> int:
 
 
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
-REFINE: Rung = Refine()
+REFINE = Refine()

@@ -83,7 +83,7 @@ def refinement_type(n_arrays: int) -> type[Structure]:
             ("records", c_void_p),
             *((name, c_int32) for name in ("record_batch", "record_head")),
             ("refined", c_void_p),
-            ("most_tiles", c_int32),
+            *((name, c_int32) for name in ("n_records", "most_tiles", "joins")),
         ]  # fmt: skip
 
     return Refinement

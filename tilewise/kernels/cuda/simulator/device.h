@@ -89,6 +89,15 @@ template <class T> T __shfl_sync(unsigned lanes, T value, int from, CALLED_FROM)
 template <class T> T __shfl_xor_sync(unsigned lanes, T value, int mask, CALLED_FROM) {
     return __shfl_sync(lanes, value, lane_of_thread() ^ mask, where);
 }
+template <class T> T __shfl_up_sync(unsigned lanes, T value, int by, CALLED_FROM) {
+    const int lane = lane_of_thread();
+    return __shfl_sync(lanes, value, lane < by ? lane : lane - by, where);
+}
+template <class T> T __shfl_down_sync(unsigned lanes, T value, int by, CALLED_FROM) {
+    const int lane = lane_of_thread();
+    return __shfl_sync(lanes, value, lane + by > 31 ? lane : lane + by, where);
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __ballot_sync(unsigned lanes, bool value, CALLED_FROM) {
     const bool mine = value;
     __builtin_memcpy(simulator::shuffle_slot(lane_of_thread()), &mine, 1);

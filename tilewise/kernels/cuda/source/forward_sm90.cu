@@ -186,9 +186,10 @@ struct Consumer {
     }
 
     // All warps of a warpgroup must wait for products at the same place of the program, whatever each has to compute.
-    __device__ __forceinline__ void wait_for_p_v() {
+    template <bool HELD = true> __device__ __forceinline__ void wait_for_p_v() {
         hw::pin(rows.s);
-        hw::wgmma_wait_in_place(launch.items > 0);
+        if (HELD) hw::wgmma_wait_in_place(launch.items > 0);
+        else hw::wgmma_wait_together();
         hw::pin(acc);
         hw::pin(p);
     }
@@ -215,7 +216,7 @@ struct Consumer {
         if (cautious) needed = rows.exact(launch, rescale, PATIENCE);
         else rows.speculate_first(launch, sums);
         hw::pin(sums);
-        wait_for_p_v();
+        wait_for_p_v<HOLDS_WAIT>();
         if (cautious) {
             if (needed) rescale_acc(rescale);
             pack_p();

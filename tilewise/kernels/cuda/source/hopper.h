@@ -77,6 +77,12 @@ INLINE void wgmma_wait_in_place(bool always) {
     else asm volatile("wgmma.wait_group.sync.aligned 0; // never" ::: "memory");
 }
 
+// The same without the branch: a compiler moves it up some way, and what follows with it.
+INLINE void wgmma_wait_together() {
+    __syncwarp();
+    wgmma_wait<0>();
+}
+
 // The same product for one warp, and at once: d (16 x 8) += a (16 x 16) @ b (16 x 8).
 INLINE void mma(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1) {
     if constexpr (IsBFloat<Element>::value)

@@ -1,6 +1,8 @@
-// Before an attention whose mask reads arrays that the host has not seen: a block evaluates the mask for every score of a
-// query tile's PARTIAL key tiles, and writes the tile's record again with what it found. A score takes a few operations
-// here, where attention takes hundreds; nothing waits for the host, and the arrays may change from call to call.
+// Before an attention whose mask reads arrays that the host has not seen: the mask is evaluated for every score of the PARTIAL
+// key tiles, and each query tile's record is written again with what was found. A score takes a few operations here, where
+// attention takes hundreds; nothing waits for the host, and the arrays may change from call to call.
+//
+// It is launched twice: first blocks look at tiles, then a warp for each record joins what they found to runs.
 #include "device.h"
 #include "config.h"
 #include "params.h"
@@ -13,44 +15,116 @@ struct Refinement {  // as in ../structs.py
     Params params;
     const int* records;
     int record_batch, record_head;
-    int* refined;  // records, and after them room for as many runs as key tiles
-    int most_tiles;
+    int* refined;  // records, after them room for as many runs as key tiles, and after these what was found
+    int n_records, most_tiles, joins;
 };
 
 constexpr int WARPS = TILE_Q / 32, WARPGROUPS = TILE_Q / 64;
-constexpr int GROUPS = THREADS / TILE_Q;  // of threads, a thread a query; each takes every so manyth key tile
+constexpr int GROUPS = THREADS / TILE_Q;  // of threads, a thread a query: a block looks at so many key tiles
 constexpr int SOME = 1, ALL = 2;  // what holds for the rows of a warp
 
-__device__ __forceinline__ int look(const Refinement& call, const variant::Head& head, const variant::Row& row, bool exists,
-                                    int tile) {
-    bool some = false, all = true;
-    const variant::Row here = variant::seen_from(row, tile * TILE_K);
-#pragma unroll 4
-    for (int column = 0; column < TILE_K; column++) {
-        const variant::Key key = variant::key(call.params, head, tile * TILE_K, column);
-        const bool counts = variant::mask(call.params, head, here, key, variant::near_cells(here, key));
-        some |= counts;
-        all &= counts;
+struct Record {
+    const Refinement& call;
+    const int number;
+    const Item& item;
+
+    __device__ Record(const Refinement& call, int number)
+        : call(call), number(number), item(reinterpret_cast<const Item*>(call.records)[number]) {}
+
+    __device__ Work work() const {
+        const Params& params = call.params;
+        const int plan = number / params.tiles, heads = call.record_head ? params.heads : 1;  // whose plans differ
+        Work work = item.work;
+        work.b = call.record_batch ? plan / heads : 0;
+        work.h = plan % heads;
+        work.hk = work.h / params.group;
+        return work;
     }
-    return (__any_sync(~0u, exists && some) ? SOME : 0) | (__any_sync(~0u, exists && !all) ? 0 : ALL);
+    __device__ Run run(int i) const { return call.params.runs[item.first_run + i]; }
+    // The key tile that is visited as the index-th, and its run's kind; EMPTY if there are not so many.
+    __device__ int2 tile_of(int index) const {
+        for (int r = 0; r < item.n_runs; r++) {
+            const Run now = run(r);
+            if (index < now.last - now.first) return make_int2(now.first + index, now.kind);
+            index -= now.last - now.first;
+        }
+        return make_int2(0, EMPTY);
+    }
+    __device__ int tiles() const {
+        int count = 0;
+        for (int r = 0; r < item.n_runs; r++) count += run(r).last - run(r).first;
+        return count;
+    }
+    __device__ Item* refined() const { return reinterpret_cast<Item*>(call.refined) + number; }
+    __device__ int first_run() const { return number * call.most_tiles; }
+    __device__ Run* runs() const { return reinterpret_cast<Run*>(call.refined + 32 * call.n_records) + first_run(); }
+    __device__ unsigned char* found() const {  // [tile][warp]
+        int* const behind = call.refined + (32 + 3 * call.most_tiles) * int64(call.n_records);
+        return reinterpret_cast<unsigned char*>(behind) + int64(number) * call.most_tiles * WARPS;
+    }
+};
+
+// -- look ---------------------------------------------------------------------------------------------------------------
+constexpr bool SHARES_KEYS = sizeof(variant::Key) <= KEY_ROOM;
+
+__device__ __forceinline__ void look(const Refinement& call, unsigned char* memory) {
+    const Params& params = call.params;
+    const int parts = (call.most_tiles + GROUPS - 1) / GROUPS;
+    const Record record(call, blockIdx.x / parts);
+    const int group = threadIdx.x / TILE_Q, thread = threadIdx.x % TILE_Q, warp = thread / 32;
+    const int index = blockIdx.x % parts * GROUPS + group;
+    const int2 tile = record.tile_of(index);
+    const Work work = record.work();
+    const variant::Head head = variant::head(params, work);
+    const int first_key = tile.x * TILE_K, query = work.first_query + thread;
+
+    // What a key alone decides is computed once.
+    variant::Key* const keys = reinterpret_cast<variant::Key*>(memory) + group * TILE_K;
+    if (SHARES_KEYS && tile.y != EMPTY && thread < TILE_K) keys[thread] = variant::key(params, head, first_key, thread);
+    __syncthreads();
+    if (tile.y == EMPTY) return;
+
+    int seen = 0;
+    const int known = tile.y >> thread / 64 * 2 & 3;
+    if (known == FULL) seen = SOME | ALL;
+    if (known == PARTIAL) {
+        const variant::Row row = variant::seen_from(variant::row(params, head, query), first_key);
+        bool some = false, all = true;
+#pragma unroll 8
+        for (int column = 0; column < TILE_K; column++) {
+            const variant::Key key = SHARES_KEYS ? keys[column] : variant::key(params, head, first_key, column);
+            const bool counts = variant::mask(params, head, row, key, variant::near_cells(row, key));
+            some |= counts;
+            all &= counts;
+        }
+        const bool exists = query < work.sequence.n_q;
+        seen = (__any_sync(~0u, exists && some) ? SOME : 0) | (__any_sync(~0u, exists && !all) ? 0 : ALL);
+    }
+    if (thread % 32 == 0) record.found()[index * WARPS + warp] = seen;
 }
 
+// -- join ---------------------------------------------------------------------------------------------------------------
 // The kinds of one warpgroup's tile, from what its two warps found.
 __device__ __forceinline__ int kind_of(const unsigned char* found) {
     if (!((found[0] | found[1]) & SOME)) return EMPTY;
     return found[0] & found[1] & ALL ? FULL : PARTIAL;
 }
+__device__ __forceinline__ int largest_of_warp(int x) {
+    for (int step = 16; step > 0; step /= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
 
 // As schedule.Plan.joined has it: a warpgroup leaves out the last tile that is visited, if it has others.
 struct Joiner {
-    const unsigned char* found;  // [tile][warp]
+    const unsigned char* found;
     int last[WARPGROUPS], last_visited;
 
-    __device__ Joiner(const unsigned char* found, int tiles) : found(found), last_visited(-1) {
+    __device__ Joiner(const unsigned char* found, int tiles, int lane) : found(found), last_visited(-1) {
         for (int w = 0; w < WARPGROUPS; w++) {
             last[w] = -1;
-            for (int i = 0; i < tiles; i++)
+            for (int i = lane; i < tiles; i += 32)
                 if (kind(i, w) != EMPTY) last[w] = i;
+            last[w] = largest_of_warp(last[w]);
             last_visited = max(last_visited, last[w]);
         }
     }
@@ -68,51 +142,60 @@ struct Joiner {
     }
 };
 
+// Tiles of one kind side by side become a run; a lane has a tile.
+struct Runs {
+    Run* const runs;
+    const int lane;
+    int count = 0;
+    int before = EMPTY, tile_before = -1;  // the last tile's kind
+
+    __device__ Runs(Run* runs, int lane) : runs(runs), lane(lane) {}
+
+    // Up to 32 tiles from the first on; a lane gives the kind of its own, EMPTY beyond the last.
+    __device__ void add(int first, int tiles, int kind) {
+        const int tile = first + lane, last = min(tiles, 32) - 1;
+        const int left = __shfl_up_sync(~0u, kind, 1), right = __shfl_down_sync(~0u, kind, 1);
+        const int previous = lane > 0 ? left : tile_before + 1 == tile ? before : EMPTY;
+        const bool starts = kind != EMPTY && kind != previous, ends = kind != EMPTY && (lane == 31 || right != kind);
+        const unsigned all = __ballot_sync(~0u, starts);
+        const int at = count - 1 + __popc(all & ((2u << lane) - 1));
+        if (starts) {
+            runs[at].first = tile;
+            runs[at].kind = kind;
+        }
+        if (ends) runs[at].last = tile + 1;
+        count += __popc(all);
+        before = __shfl_sync(~0u, kind, last);
+        tile_before = first + last;
+    }
+};
+
+__device__ __forceinline__ void join(const Refinement& call) {
+    const int lane = threadIdx.x;
+    const Record record(call, blockIdx.x);
+    const Joiner joiner(record.found(), record.tiles(), lane);
+    Runs runs(record.runs(), lane);
+    int index = lane;
+    for (int r = 0; r < record.item.n_runs; r++) {
+        const Run run = record.run(r);
+        for (int first = run.first; first < run.last; first += 32) {
+            const bool inside = first + lane < run.last;
+            runs.add(first, run.last - first, inside ? joiner.joined(index + first - run.first) : EMPTY);
+        }
+        index += run.last - run.first;
+    }
+    Item* const refined = record.refined();
+    reinterpret_cast<int*>(refined)[lane] = reinterpret_cast<const int*>(&record.item)[lane];
+    __syncwarp();
+    if (lane == 0) {
+        refined->first_run = record.first_run();
+        refined->n_runs = runs.count;
+        for (int r = 0; r < min(runs.count, RUNS_AT_HAND); r++) refined->runs[r] = record.runs()[r];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Refinement call) {
-    SHARED_MEMORY(found);
-    const Params& params = call.params;
-    const int record = blockIdx.x, plan = record / params.tiles;
-    const Item item = reinterpret_cast<const Item*>(call.records)[record];
-    Work work = item.work;
-    const int heads = call.record_head ? params.heads : 1;  // whose plans differ
-    work.b = call.record_batch ? plan / heads : 0;
-    work.h = plan % heads;
-    work.hk = work.h / params.group;
-    const variant::Head head = variant::head(params, work);
-    const int group = threadIdx.x / TILE_Q, thread = threadIdx.x % TILE_Q;
-    const int query = work.first_query + thread;
-    const variant::Row row = variant::row(params, head, query);
-    const bool exists = query < work.sequence.n_q;
-
-    int tiles = 0;
-    for (int r = 0; r < item.n_runs; r++) {
-        const Run run = params.runs[item.first_run + r];
-        for (int tile = run.first; tile < run.last; tile++) {
-            if (tiles++ % GROUPS != group) continue;
-            const int known = run.kind >> thread / 64 * 2 & 3;
-            const int seen = known == PARTIAL ? look(call, head, row, exists, tile) : known == FULL ? SOME | ALL : 0;
-            if (thread % 32 == 0) found[(tiles - 1) * WARPS + thread / 32] = seen;
-        }
-    }
-    __syncthreads();
-    if (threadIdx.x > 0) return;
-
-    const Joiner joiner(found, tiles);
-    Item* const refined = reinterpret_cast<Item*>(call.refined) + record;
-    Run* const runs = reinterpret_cast<Run*>(call.refined + 32 * int64(gridDim.x)) + int64(record) * call.most_tiles;
-    *refined = item;
-    refined->first_run = record * call.most_tiles;
-    int n_runs = 0, at = 0;
-    for (int r = 0; r < item.n_runs; r++) {
-        const Run run = params.runs[item.first_run + r];
-        for (int tile = run.first; tile < run.last; tile++) {
-            const int kind = joiner.joined(at++);
-            if (kind == EMPTY) continue;
-            Run& before = runs[max(n_runs - 1, 0)];
-            if (n_runs > 0 && before.last == tile && before.kind == kind) before.last++;
-            else runs[n_runs++] = {tile, tile + 1, kind};
-        }
-    }
-    refined->n_runs = n_runs;
-    for (int r = 0; r < min(n_runs, RUNS_AT_HAND); r++) refined->runs[r] = runs[r];
+    SHARED_MEMORY(memory);
+    if (call.joins) join(call);
+    else look(call, memory);
 }

@@ -9,6 +9,7 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
 constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
+constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 24 : 0;  // powers of 2; in float16 small weights would lose digits
 
 struct Places {  // the values of the variant that do not change from key to key
     variant::Head head;
@@ -166,13 +167,13 @@ template <int KEYS> struct Softmax {
         const bool beyond = (!(sums[0] <= limit) && rows_left > 0) || (!(sums[1] <= limit) && rows_left > 8);
         return !__any_sync(~0u, beyond);
     }
-    // Weights too large, but numbers: a power of 2 brings them below 2 again.
+    // Weights too large, but numbers: a power of 2 brings them down again, further than needed, as they may go on growing.
     __device__ __forceinline__ void tame(const float (&sums)[2], float (&rescale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int exponent = max(exponent_of(largest(half)), 0);
-            rescale[half] = power_of_2(-exponent);
-            row_max[half] += float(exponent);
+            const int exponent = exponent_of(largest(half)), lowered = exponent > 0 ? min(exponent + ROOM_TO_GROW, 126) : 0;
+            rescale[half] = power_of_2(-lowered);
+            row_max[half] += float(lowered);
             row_sum[half] = (row_sum[half] + sums[half]) * rescale[half];
         }
 #pragma unroll
