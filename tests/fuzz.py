@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the reference's matrices are too small to share
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # as a script it is not run from the project's folder
+if __name__ == "__main__":  # the project's folder, not the script's own, where `cuda` is something else
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from tests.fuzzing.draw import Wanted
 from tests.fuzzing.judge import Verdict, judge

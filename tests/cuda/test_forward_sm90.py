@@ -166,7 +166,7 @@ MISTAKES: dict[str, Mistake] = {
     # Places are let go.
     "k never let go": Mistake("deadlock", "causal", {"arrive(shared.k_free(k_ring.stage));": ""}),
     "q never let go": Mistake("deadlock", "causal", {"arrive(shared.q_free());": ""}),
-    "items never let go": Mistake("deadlock", "causal", {"hw::mbarrier_arrive(shared.item_free(done));": ""}),
+    "items never let go": Mistake("deadlock", "causal", {"shared.free_item(done);": ""}),
     "too many to let q go": Mistake(
         "deadlock", "causal", {"init(q_free(), CONSUMER_WARPS)": "init(q_free(), CONSUMER_WARPS + 1)"},
     ),
@@ -196,7 +196,7 @@ MISTAKES: dict[str, Mistake] = {
     "an item's place taken too early": Mistake(
         WRONG, "causal",
         {"constexpr int ITEMS = 4;": "constexpr int ITEMS = 2;",
-         "wait_together(shared.item_free(items.stage), items.parity);\n        Item& item": "Item& item"},
+         "if (made >= ITEMS) shared.wait_until_free(made % ITEMS);": ""},
     ),
     "v of a tile that was skipped": Mistake(f"{WRONG}|deadlock", "causal", {"skipped = true;": ""}),
     "a turn not passed": Mistake(

@@ -363,7 +363,7 @@ struct Consumer {
                 free_v();
             }
             store(shared.item(done), row_max, row_sum);
-            hw::mbarrier_arrive(shared.item_free(done));  // each thread for itself: all have read it
+            shared.free_item(done);
             if (!more) return;
         }
     }

@@ -11,3 +11,4 @@ struct Item {
     int unused;
 };
 static_assert(sizeof(Item) == 128, "a warp copies an item at once");
+constexpr int B_WORD = sizeof(Sequence) / 4;  // which of its numbers is work.b; h and hk follow

@@ -47,7 +47,7 @@ struct Shared {
     static constexpr int K = Q_BYTES, V = K + STAGES * K_BYTES, TABLE = V + STAGES * V_BYTES,
                          BARRIERS = TABLE + (USES_TABLE ? TABLE_STAGES * TABLE_BYTES : 0), ITEM = BARRIERS + 256,
                          END = BARRIERS + 1024;
-    static_assert(8 * (4 + 2 * ITEMS + 4 * STAGES + 2 * TABLE_STAGES) <= ITEM - BARRIERS, "barriers have room");
+    static_assert(8 * (4 + ITEMS + 4 * STAGES + 2 * TABLE_STAGES) <= ITEM - BARRIERS, "barriers have room");
     static_assert(ITEM + ITEMS * sizeof(Item) <= END && END + 1024 == SHARED_BYTES, "as the host reckons it");
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
@@ -72,8 +72,7 @@ struct Shared {
     __device__ __forceinline__ uint32 v_full(int stage) const { return barrier(4 + 2 * STAGES + stage); }
     __device__ __forceinline__ uint32 v_free(int stage) const { return barrier(4 + 3 * STAGES + stage); }
     __device__ __forceinline__ uint32 item_full(int i) const { return barrier(4 + 4 * STAGES + i); }
-    __device__ __forceinline__ uint32 item_free(int i) const { return barrier(4 + 4 * STAGES + ITEMS + i); }
-    __device__ __forceinline__ uint32 table_full(int stage) const { return barrier(4 + 4 * STAGES + 2 * ITEMS + stage); }
+    __device__ __forceinline__ uint32 table_full(int stage) const { return barrier(4 + 4 * STAGES + ITEMS + stage); }
     __device__ __forceinline__ uint32 table_free(int stage) const { return table_full(TABLE_STAGES + stage); }
 
     __device__ __forceinline__ void init_barriers() const {
@@ -91,12 +90,14 @@ struct Shared {
             hw::mbarrier_init(table_full(stage), 1);
             hw::mbarrier_init(table_free(stage), CONSUMER_WARPS);
         }
-        for (int i = 0; i < ITEMS; i++) {
-            hw::mbarrier_init(item_full(i), 1);
-            hw::mbarrier_init(item_free(i), (CONSUMER_WARPS + 1) * 32);
-        }
+        for (int i = 0; i < ITEMS; i++) hw::mbarrier_init(item_full(i), 32);
         hw::fence_mbarrier_init();
     }
+
+    // Whoever has read an item says so at a named barrier, where the scheduler waits: a warp at a time, at no cost.
+    static constexpr int FREE_ITEM = WARPGROUPS + 1, READERS_AND_SCHEDULER = (CONSUMER_WARPS + 2) * 32;
+    __device__ __forceinline__ static void free_item(int i) { hw::barrier_arrive(FREE_ITEM + i, READERS_AND_SCHEDULER); }
+    __device__ __forceinline__ static void wait_until_free(int i) { hw::barrier_sync(FREE_ITEM + i, READERS_AND_SCHEDULER); }
 };
 
 // The key tiles of an item, from the last to the first: a causal row meets its masked tiles, and its nearest keys, first.

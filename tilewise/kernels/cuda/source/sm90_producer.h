@@ -12,12 +12,10 @@ struct Scheduler {
     const Launch& launch;
     const Shared& shared;
     const int lane;
-    Ring<ITEMS> items;
+    int made = 0;  // items, each in the next place of ITEMS
 
     __device__ __forceinline__ Scheduler(const Launch& launch, const Shared& shared)
-        : launch(launch), shared(shared), lane(threadIdx.x % 32) {
-        items.parity = 1;  // all places are free
-    }
+        : launch(launch), shared(shared), lane(threadIdx.x % 32) {}
     __device__ __forceinline__ void run() {
         Ring<1> begun;
         for (int index = blockIdx.x; index < launch.items; index = fetch_next() + gridDim.x) {
@@ -26,11 +24,14 @@ struct Scheduler {
             wait_together(shared.item_begun(), begun.parity);
             begun.advance();
         }
-        wait_together(shared.item_free(items.stage), items.parity);
-        if (lane == 0) {
-            shared.item(items.stage).n_runs = 0;
-            hw::mbarrier_arrive(shared.item_full(items.stage));
-        }
+        Item& end = free_place();
+        if (lane == 0) end.n_runs = 0;
+        hw::mbarrier_arrive(shared.item_full(made % ITEMS));
+        for (int i = max(made - ITEMS + 1, 0); i < made; i++) shared.wait_until_free(i % ITEMS);  // no barrier is left half full
+    }
+    __device__ __forceinline__ Item& free_place() const {
+        if (made >= ITEMS) shared.wait_until_free(made % ITEMS);
+        return shared.item(made % ITEMS);
     }
 
     // Each block begins with the item of its own number; the rest are taken in the order in which blocks ask. The last
@@ -44,7 +45,7 @@ struct Scheduler {
         return __shfl_sync(~0u, fetched, 0);
     }
 
-    // Each lane copies a word of the record; what depends on the head is filled in.
+    // Each lane copies a word of the record, and says so; what depends on the head is filled in.
     __device__ __forceinline__ void make_ready(int index) {
         const Params& params = launch.params;
         const int all = launch.items / params.tiles, last = all / launch.section - 1;  // the last section takes the rest
@@ -53,18 +54,13 @@ struct Scheduler {
         const int rest = index - before * params.tiles, head = before + rest % heads;
         const int b = head / params.heads, h = head % params.heads;
         const int64 record = int64(b) * launch.record_batch + int64(h) * launch.record_head + rest / heads;
-        const int word = launch.records[record * 32 + lane];
-        wait_together(shared.item_free(items.stage), items.parity);
-        Item& item = shared.item(items.stage);
-        reinterpret_cast<int*>(&item)[lane] = word;
-        __syncwarp();
-        if (lane == 0) {
-            item.work.b = b;
-            item.work.h = h;
-            item.work.hk = h / params.group;
-            hw::mbarrier_arrive(shared.item_full(items.stage));
-        }
-        items.advance();
+        int word = launch.records[record * 32 + lane];
+        if (lane == B_WORD) word = b;
+        if (lane == B_WORD + 1) word = h;
+        if (lane == B_WORD + 2) word = h / params.group;
+        reinterpret_cast<int*>(&free_place())[lane] = word;
+        hw::mbarrier_arrive(shared.item_full(made % ITEMS));
+        made++;
     }
 };
 
@@ -111,7 +107,8 @@ struct Loader {
                     v_is_next(item.work, tile);
                 }
             }
-            hw::mbarrier_arrive(shared.item_free(items.stage));
+            __syncwarp();
+            shared.free_item(items.stage);
             items.advance();
         }
         load_v();
