@@ -24,6 +24,7 @@ from tests.fuzzing.rounding import error_ops
 from tests.fuzzing.variants import MASKS, SCORES
 from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS, dense_env
 from tilewise import arrays, dispatch
+from tilewise.contract import on_device
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
 from tilewise.kernels.cuda.rungs import RUNGS
@@ -31,6 +32,7 @@ from tilewise.kernels.cuda.source import assembled
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Grads, Partial, Tile
+from tilewise.validate import Call
 from tilewise.variants import VARIANTS
 from tilewise.walking import evaluate, nodes
 
@@ -109,6 +111,23 @@ def test_arrays_lie_on_a_device_as_they_do_here() -> None:
         assert there.stride() == tuple(step // 2 for step in x.strides)
         assert there.data_ptr() % 16 == x.ctypes.data % 16
         assert np.array_equal(arrays.as_numpy(there), x)
+
+
+class _OnTensors(NumpyKernel):
+    """The NumPy kernel as if it were a GPU's: tensors in, tensors out."""
+
+    def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
+        assert arrays.is_torch(q) and all(arrays.is_torch(slot.array) for slot in spec.loaded)
+        host = on_device(Call(spec, q, k, v, 4), "host", lambda x, device: arrays.as_numpy(x))
+        done = super().forward(host.spec, host.q, host.k, host.v, tile)
+        return Partial(*(arrays.as_tensor(np.asarray(x)) for x in (done.out, done.lse)))
+
+
+def test_calls_on_a_device_are_judged_as_others_are() -> None:
+    wanted = Wanted(backward_share=0, half_share=0.9, device="cpu:0")  # a name that is not "cpu": arrays become tensors
+    verdicts = [judge(_OnTensors(), seed, MEMORY, wanted) for seed in range(30)]
+    assert [x.failure for x in verdicts if x.failure is not None] == []
+    assert {"bfloat16", "float16"} <= {x.dtype for x in verdicts if x.results["out"]}
 
 
 def test_every_named_variant_is_drawn() -> None:

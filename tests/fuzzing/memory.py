@@ -122,4 +122,4 @@ def any_strides(values: Array, dtype: str, memory: Memory, dice: Dice) -> Array:
 
 
 def bits(x: Any) -> bytes:
-    return np.ascontiguousarray(x).tobytes()
+    return np.ascontiguousarray(arrays.as_numpy(x)).tobytes()
