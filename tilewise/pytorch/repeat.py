@@ -18,12 +18,13 @@ from tilewise import validate
 from tilewise.arrays import place_of
 from tilewise.expr import Expr
 from tilewise.pytorch import autograd, operator, ready
-from tilewise.pytorch.ready import Kept, Ready, are_aligned, layout
+from tilewise.pytorch.ready import Kept, Ready, are_aligned
 from tilewise.validate import Call
 from tilewise.walking import loads, remembered
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may mean anything
 _NOTHING = type(None)
+_STRIDED = torch.strided
 _CACHE_SIZE = 512
 
 
@@ -76,18 +77,18 @@ def key(
         return None
     if type(mask) not in (Expr, _NOTHING, *_PLAIN):
         return None
-    variant = _said(mask, given), _said(score, given)
+    said_mask, said_score = _said(mask, given), _said(score, given)
     counted = None if lengths is None else tuple(map(_content, lengths))
     if counted is not None and None in counted:
         return None
-    made: list[Any] = [kernel, causal, batch_invariant, scale, *variant, counted, sinks is None]
+    made: list[Any] = [kernel, causal, batch_invariant, scale, said_mask, said_score, counted, sinks is None]
     for x in (q, k, v, *given) if sinks is None else (q, k, v, *given, sinks):
-        if type(x) not in _PLAIN or x.layout is not torch.strided:
+        if type(x) not in _PLAIN or x.layout is not _STRIDED:
             return None
         if x.is_neg() or x._is_zerotensor():  # its numbers are not at its address
             return None
-        made += layout(x)
-    made += are_aligned(q, k, v), are_aligned(*given)
+        made += x.shape, x.stride(), x.dtype, x.device
+    made += are_aligned(q, k, v), not given or are_aligned(*given)
     return tuple(made)
 
 

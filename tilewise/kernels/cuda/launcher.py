@@ -98,7 +98,14 @@ def _load(source: Source, arch: str) -> Loaded:
 
 
 class Room:
-    """Memory for the parameters of one launch. Its address stays, so what the driver is told of it does."""
+    """Memory for the parameters of one launch. Its address stays, so what the driver is told of it does.
+
+    What the last launch left is there still: `owner` tells whose parameters these are, and `mapped` which addresses the
+    tensor maps have.
+    """
+
+    owner: Any = None
+    mapped: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         memory = structs.aligned(_Most)

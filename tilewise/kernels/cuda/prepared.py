@@ -9,6 +9,7 @@ from typing import Any
 
 from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.choice import chosen
+from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.rungs import REFINE, Rung
 from tilewise.kernels.cuda.source import Source, assembled
@@ -32,6 +33,7 @@ class Prepared:
         self._threads, self._shared_bytes = source.threads, source.shared_bytes
         self._kernel = launcher.loaded(source, device)
         self._template, self._places = bytes(params), places
+        self._owner = object()  # by which rooms know this, without holding it
         self._next_item = type(params).next_item.offset // _WORD if _is_persistent(params) else None
         self._tables = tables  # held: the template has their address
         self._streams: set[int] = set()  # those on which the tables were ever read
@@ -47,12 +49,13 @@ class Prepared:
         gpu.ensure_context(self._device)
         stream, capturing = gpu.current_stream(self._device), gpu.is_capturing()
         room = launcher.take_room()
-        room.bytes[: len(self._template)] = self._template
+        if room.owner is not self._owner:
+            room.bytes[: len(self._template)] = self._template
+            room.owner, room.mapped = self._owner, ()
         for place, address in zip(self._places, addresses, strict=True):
             room.words[place] = address
         if self._next_item is not None:
-            for tensor_map, i in zip(room.maps, self._mapped, strict=False):
-                gpu.replace_address(tensor_map, addresses[i])
+            self._map(room, tuple([addresses[i] for i in self._mapped]))
             room.words[self._next_item] = launcher.count_on(self._device, stream, capturing)
         if self._refining is not None:
             refined = self._refining.launch(addresses)  # held until the launch: another thread may use this stream
@@ -62,6 +65,14 @@ class Prepared:
         gpu.launch(self._kernel.function, self._blocks, self._threads, self._shared_bytes, stream, room.arguments)
         launcher.give_back(room)
         return None
+
+    def _map(self, room: Room, mapped: tuple[int, ...]) -> None:
+        """Tensor maps of arrays at these addresses; often they are where those of the last launch were."""
+        if mapped == room.mapped:
+            return
+        for tensor_map, address in zip(room.maps, mapped, strict=False):
+            gpu.replace_address(tensor_map, address)
+        room.mapped = mapped
 
     def hold_in_graphs(self, used: Any) -> None:
         """What a launch that a graph captured just now reads."""
