@@ -15,7 +15,7 @@ from tilewise import cli, dispatch
 from tilewise.bench.problem import VARIANTS
 from tilewise.cli import compare, demo, terminal, trace
 from tilewise.kernels.cuda import compiler
-from tilewise.kernels.cuda.disk import Files
+from tilewise.kernels.disk import Files
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Partial
 

@@ -75,6 +75,7 @@ SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", _CUDA_RUNGS),
+    System("triton", "tilewise.kernels.triton", "TritonKernel"),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, simulates=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.simulates)

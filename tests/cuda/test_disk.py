@@ -10,9 +10,10 @@ import pytest
 
 import tilewise as tw
 from tilewise.expr import Expr
-from tilewise.kernels.cuda import compiler, disk, prebuild
+from tilewise.kernels import disk
+from tilewise.kernels.cuda import compiler, prebuild
 from tilewise.kernels.cuda.choice import HOPPER, source_of
-from tilewise.kernels.cuda.disk import Files
+from tilewise.kernels.disk import Files
 from tilewise.kernels.cuda.source import Source
 from tilewise.spec import Attention, Shape
 

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tilewise.kernels.cuda import disk
+from tilewise.kernels import disk
 from tilewise.kernels.cuda.source import Source
 
 OPTIONS: dict[str, Any] = {"std": "c++17"}

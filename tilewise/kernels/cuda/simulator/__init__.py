@@ -23,7 +23,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tilewise.kernels.cuda import disk
+from tilewise.kernels import disk
 from tilewise.kernels.cuda.source import ENTRY
 
 FOLDER = Path(__file__).parent

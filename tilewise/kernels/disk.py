@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: written in one step, so that no reader sees half a file, and checked when they are read."""
+"""What was made for kernels, on disk: written in one step, so that no reader sees half a file, and checked when read."""
 
 from __future__ import annotations
 
@@ -39,11 +39,24 @@ class Files:
 
     def add(self, name: str, content: bytes) -> Path:
         """Of several writers the last one stays; each wrote the same."""
+        return self._write(name, content + hashlib.sha256(content).digest())
+
+    def text(self, name: str, content: str) -> Path:
+        """A file that has just this text, for Python and people to read."""
+        path, encoded = self.folder / name, content.encode()
+        try:
+            if path.read_bytes() == encoded:
+                return path
+        except OSError:
+            pass
+        return self._write(name, encoded)
+
+    def _write(self, name: str, content: bytes) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         handle, partial = tempfile.mkstemp(dir=self.folder, prefix=f".{name}.")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content + hashlib.sha256(content).digest())
+                file.write(content)
             Path(partial).replace(self.folder / name)
         except BaseException:
             Path(partial).unlink(missing_ok=True)

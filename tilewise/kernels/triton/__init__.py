@@ -1,0 +1,86 @@
+"""The Triton kernel system: portable GPU kernels, forward; on CPUs by Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+from tilewise import arrays
+from tilewise.kernels import host
+from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+DTYPES = ("float16", "bfloat16", "float32")
+MOST_D = 512
+
+
+class TritonKernel:
+    """On CUDA tensors of PyTorch; by Triton's interpreter (TRITON_INTERPRET=1) on arrays in main memory."""
+
+    name = "triton"
+    summary = "Triton, on the GPUs that it serves"
+
+    def unavailable(self) -> str | None:
+        if _missing():
+            return f"it needs {', '.join(_missing())}; pip install 'tilewise[triton]'"
+        if _is_interpreted():
+            return None
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return "PyTorch is not imported, so nothing is on a GPU"
+        if torch.cuda.is_available():
+            return None
+        return "PyTorch finds no GPU, or was built without CUDA; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+
+    def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        if _is_interpreted():
+            return host.unsupported(shape) or _unsupported(spec, shape)
+        if not shape.device.startswith("cuda"):
+            return f"it computes on GPUs and the arrays are on {shape.device}; move them with .cuda()"
+        return _unsupported(spec, shape)
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        largest = max(shape.d, shape.d_v) * (2 if shape.dtype == "float32" else 1)
+        return Tile(128, 64) if largest <= 128 else Tile(64, 64) if largest <= 256 else Tile(32, 32)
+
+    def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
+        from tilewise.kernels.triton.launch import forward
+
+        tensors = [x if arrays.is_torch(x) else arrays.as_tensor(x) for x in (q, k, v)]
+        done = forward(spec, *tensors, self._fitting(spec, q, k, v, tile))
+        return done if arrays.is_torch(q) else Partial(*(arrays.like(arrays.as_numpy(x), q) for x in done))
+
+    def backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
+        tile: Tile | None = None,
+    ) -> Grads:  # fmt: skip
+        raise NotImplementedError("triton has no backward pass; ask unsupported() first")
+
+    def _fitting(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Tile:
+        """Tiles are powers of 2, 16 at least, and no larger than the default."""
+        most = self.default_tile(spec, Shape.of(spec, q, k, v))
+        wanted = tile or most
+        return Tile(*(max(16, min(most_n, 1 << (n.bit_length() - 1))) for n, most_n in
+                      ((wanted.q, most.q), (wanted.k, most.k))))  # fmt: skip
+
+
+def _unsupported(spec: Attention, shape: Shape) -> str | None:
+    if shape.backward:
+        return "it has no backward pass"
+    if shape.dtype not in DTYPES:
+        return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
+    if max(shape.d, shape.d_v) > MOST_D:
+        return f"it takes head dimensions up to {MOST_D}, and they are {shape.d} and {shape.d_v}"
+    return None
+
+
+def _is_interpreted() -> bool:
+    from tilewise.kernels.triton.modules import is_interpreted
+
+    return is_interpreted()
+
+
+@cache
+def _missing() -> tuple[str, ...]:
+    return tuple(name for name in ("torch", "triton") if find_spec(name) is None)

@@ -1,0 +1,74 @@
+"""What programs are told of their tiles: a record each, and the runs of tiles that it visits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.schedule import Runs, plan
+from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import loads
+
+FIELDS = 14  # of a record: see _records
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """records: (batch or 1, heads or 1, tiles, FIELDS); runs: (n, 3), first, last and kind. Both int32."""
+
+    records: Array
+    runs: Array
+
+    @property
+    def tiles(self) -> int:
+        return int(self.records.shape[2])
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """From one batch index and one head to the next; 0 where records are the same for all."""
+        batch, heads, tiles, fields = self.records.shape
+        return (heads * tiles * fields if batch > 1 else 0), (tiles * fields if heads > 1 else 0)
+
+
+def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> Tables:
+    """The tiles of queries with the key tiles that each visits, or the other way round; those with the most first."""
+    spec = _as_the_host_sees_it(spec)
+    records: list[Array] = []
+    runs: list[Array] = []
+    n_runs = 0
+    for part, queries, keys in shape.sequences(spec.lengths):
+        made = plan(spec, part, tile)
+        rows = made.by_key if by_key else made.by_query
+        records.append(_records(rows, part, (queries.start or 0, keys.start or 0), tile.k if by_key else tile.q, n_runs))
+        runs.append(rows.table)
+        n_runs += len(rows.table)
+    heads = np.broadcast_shapes(*(x.shape[:2] for x in records)) if records else (1, 1)
+    every = np.concatenate([np.broadcast_to(x, (*heads, *x.shape[2:])) for x in records], axis=2)
+    table = np.concatenate([*runs, np.zeros((1, 3), np.int64)])  # never empty
+    size = np.concatenate([[0], np.cumsum(table[:, 1] - table[:, 0])])
+    work = (size[every[..., 5] + every[..., 13]] - size[every[..., 5]]).sum(axis=(0, 1))
+    every = every[:, :, np.argsort(-work, kind="stable")]
+    return Tables(np.ascontiguousarray(every, np.int32), table.astype(np.int32))
+
+
+def _records(rows: Runs, part: Shape, begins: tuple[int, int], size: int, n_runs: int) -> Array:
+    starts, ends = rows.offsets[..., :-1], rows.offsets[..., 1:]
+    made = np.zeros((*starts.shape, FIELDS), np.int64)
+    made[..., 0] = np.arange(starts.shape[-1]) * size  # the first query or key
+    made[..., 1:5] = (*begins, part.n_q, part.n_k)
+    made[..., 5] = starts + n_runs
+    made[..., 6:13] = (
+        part.first_batch, part.origin_q, part.origin_k, part.total_q, part.total_k, part.packed_q, part.packed_k,
+    )  # fmt: skip
+    made[..., 13] = ends - starts
+    return made
+
+
+def _as_the_host_sees_it(spec: Attention) -> Attention:
+    """Arrays on a GPU are not looked at: tiles in which scores are all -inf because of them are visited."""
+    if spec.score is not None and any(arrays.device_name(slot.array) != "cpu" for slot in loads(spec.score)):
+        return replace(spec, score=None)
+    return spec
