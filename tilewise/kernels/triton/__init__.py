@@ -47,15 +47,20 @@ class TritonKernel:
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 
-        tensors = [x if arrays.is_torch(x) else arrays.as_tensor(x) for x in (q, k, v)]
-        done = forward(spec, *tensors, self._fitting(spec, q, k, v, tile))
-        return done if arrays.is_torch(q) else Partial(*(arrays.like(arrays.as_numpy(x), q) for x in done))
+        done = forward(spec, *_tensors(q, k, v), self._fitting(spec, q, k, v, tile))
+        return Partial(*(_like(x, q) for x in done))
 
     def backward(
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        raise NotImplementedError("triton has no backward pass; ask unsupported() first")
+        from tilewise.kernels.triton.launch import backward
+
+        held = Partial(*_tensors(*saved))
+        pulled = _tensors(d_out, d_lse) if d_lse is not None else [*_tensors(d_out), None]
+        grads = backward(spec, *_tensors(q, k, v), held, *pulled, self._fitting(spec, q, k, v, tile))
+        sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
+        return Grads(_like(grads.q, q), _like(grads.k, k), _like(grads.v, v), sinks, grads.arrays)
 
     def _fitting(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Tile:
         """Tiles are powers of 2, 16 at least, and no larger than the default."""
@@ -65,9 +70,17 @@ class TritonKernel:
                       ((wanted.q, most.q), (wanted.k, most.k))))  # fmt: skip
 
 
+def _tensors(*given: Any) -> list[Any]:
+    return [x if arrays.is_torch(x) else arrays.as_tensor(x) for x in given]
+
+
+def _like(result: Any, template: Any) -> Any:
+    return result if arrays.is_torch(template) else arrays.like(arrays.as_numpy(result), template)
+
+
 def _unsupported(spec: Attention, shape: Shape) -> str | None:
-    if shape.backward:
-        return "it has no backward pass"
+    if shape.backward and spec.wanted:
+        return "it has no gradients of arrays that a score reads"
     if shape.dtype not in DTYPES:
         return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
     if max(shape.d, shape.d_v) > MOST_D:

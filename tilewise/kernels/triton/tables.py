@@ -12,7 +12,8 @@ from tilewise.schedule import Runs, plan
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads
 
-FIELDS = 14  # of a record: see _records
+FIELDS = 14  # of a record, as in tiles.py
+_FIRST_RUN, _N_RUNS = 5, 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +50,7 @@ def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> T
     every = np.concatenate([np.broadcast_to(x, (*heads, *x.shape[2:])) for x in records], axis=2)
     table = np.concatenate([*runs, np.zeros((1, 3), np.int64)])  # never empty
     size = np.concatenate([[0], np.cumsum(table[:, 1] - table[:, 0])])
-    work = (size[every[..., 5] + every[..., 13]] - size[every[..., 5]]).sum(axis=(0, 1))
+    work = (size[every[..., _FIRST_RUN] + every[..., _N_RUNS]] - size[every[..., _FIRST_RUN]]).sum(axis=(0, 1))
     every = every[:, :, np.argsort(-work, kind="stable")]
     return Tables(np.ascontiguousarray(every, np.int32), table.astype(np.int32))
 
@@ -59,11 +60,10 @@ def _records(rows: Runs, part: Shape, begins: tuple[int, int], size: int, n_runs
     made = np.zeros((*starts.shape, FIELDS), np.int64)
     made[..., 0] = np.arange(starts.shape[-1]) * size  # the first query or key
     made[..., 1:5] = (*begins, part.n_q, part.n_k)
-    made[..., 5] = starts + n_runs
-    made[..., 6:13] = (
+    made[..., _FIRST_RUN], made[..., _N_RUNS] = starts + n_runs, ends - starts
+    made[..., 7:] = (
         part.first_batch, part.origin_q, part.origin_k, part.total_q, part.total_k, part.packed_q, part.packed_k,
     )  # fmt: skip
-    made[..., 13] = ends - starts
     return made
 
 

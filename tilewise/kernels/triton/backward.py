@@ -1,0 +1,163 @@
+"""The backward pass in Triton: weights are recomputed from lse, and every sum has one program, so its order is fixed.
+
+A program of `d_query` has the queries of one tile, a program of `d_keys` the keys of one; both compute, with
+delta = sum(d_out * out) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_score * d score/d S.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.tiles import (
+    FIRST,
+    FIRST_RUN,
+    K_BEGIN,
+    N_K,
+    N_Q,
+    N_RUNS,
+    Q_BEGIN,
+    at_scores,
+    exponential,
+    finite,
+    load_rows,
+    matrix,
+    narrow,
+    place_of,
+    record_of,
+    scores,
+    store_rows,
+)
+
+
+@triton.jit
+def prepare(
+    out, d_out, d_lse, delta, out_steps, d_out_steps, d_lse_steps, delta_steps, n,
+    HAS_D_LSE: tl.constexpr, ROWS: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """delta = sum(d_out * out) - d_lse, of some rows. In float32 it is summed as d_out v^T will be, from which it is taken
+    away: where a row has one key, or as good as one, their errors are the same."""
+    h, b = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    a = load_rows(matrix(out, out_steps, b, h, 0), out_steps[2], row, n, D_V, COLUMNS)
+    c = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], row, n, D_V, COLUMNS)
+    if a.dtype == tl.float32:
+        products = tl.dot(c, tl.trans(a), input_precision="ieee")
+        made = tl.sum(tl.where(tl.arange(0, ROWS)[:, None] == tl.arange(0, ROWS)[None, :], products, 0.0), 1)
+    else:
+        made = tl.sum(a.to(tl.float32) * c.to(tl.float32), 1)
+    if HAS_D_LSE:
+        at = matrix(d_lse, d_lse_steps, b, h, 0) + row.to(tl.int64) * d_lse_steps[2]
+        made -= tl.load(at, mask=row < n, other=0.0).to(tl.float32)
+    tl.store(matrix(delta, delta_steps, b, h, 0) + row, made, mask=row < n)
+
+
+@triton.jit
+def weights(
+    q_tile, k_tile, v_tile, d_out_tile, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale,
+    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """p, d_score and d_s of a tile, queries down and keys across."""
+    # 2 s = q @ k.T
+    product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
+    # 3 score
+    # 4 mask (PARTIAL tiles only)
+    s = scores(product, query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale, SCORE, MASK)
+    # 5 p, from the lse that forward saved
+    p = exponential(s - lse[:, None])
+    d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
+    d_score = p * (d_p - delta[:, None])
+    d_s = d_score
+    if SLOPE is not None:  # a key of weight 0 passes nothing on, whatever its slope
+        slope = at_scores(SLOPE, product * scale, query[:, None], key[None, :], place, loaded)
+        d_s = tl.where(d_score == 0, 0.0, d_score * slope)
+    return p, d_score, d_s
+
+
+@triton.jit
+def saved_of(lse, delta, steps, b, h, begin, query, n_q):
+    """lse and delta of some rows."""
+    at = matrix(lse, steps, b, h, begin) + query
+    row_lse = tl.load(at, mask=query < n_q, other=0.0)
+    row_delta = tl.load(matrix(delta, steps, b, h, begin) + query, mask=query < n_q, other=0.0)
+    return finite(row_lse), row_delta
+
+
+@triton.jit
+def d_query(
+    q, k, v, d_out, lse, delta, d_q, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_q_steps,
+    records, record_steps, runs, loaded, group, scale,
+    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    h, b = tl.program_id(1), tl.program_id(2)
+    record = record_of(records, record_steps, tl.program_id(0), b, h)
+    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
+    place = place_of(record, b, h, group)
+    k = matrix(k, k_steps, b, h // group, k_begin)
+    v = matrix(v, v_steps, b, h // group, k_begin)
+    # 1 load q, d_out, lse, delta
+    query = tl.load(record + FIRST) + tl.arange(0, TILE_Q)
+    q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+    d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
+    row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+    acc = tl.zeros([TILE_Q, DEPTH], tl.float32)
+    # for each kv tile of the schedule:
+    first_run = tl.load(record + FIRST_RUN)
+    for run in range(first_run, first_run + tl.load(record + N_RUNS)):
+        kind = tl.load(runs + run * 3 + 2)
+        for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
+            key = tile * TILE_K + tl.arange(0, TILE_K)
+            k_tile = load_rows(k, k_steps[2], key, n_k, D, DEPTH)
+            v_tile = load_rows(v, v_steps[2], key, n_k, D_V, COLUMNS)
+            _, _, d_s = weights(
+                q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded, scale,
+                SCORE, MASK, SLOPE, DOT, PRECISION,
+            )  # fmt: skip
+            # 6 d_q += d_s @ k
+            acc = tl.dot(narrow(d_s, k_tile.dtype).to(DOT), k_tile.to(DOT), acc, input_precision=PRECISION)
+    store_rows(matrix(d_q, d_q_steps, b, h, q_begin), d_q_steps[2], query, n_q, acc * scale, D, DEPTH)
+
+
+@triton.jit
+def d_keys(
+    q, k, v, d_out, lse, delta, d_k, d_v, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_k_steps, d_v_steps,
+    records, record_steps, runs, loaded, group, scale,
+    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    hk, b = tl.program_id(1), tl.program_id(2)
+    record = record_of(records, record_steps, tl.program_id(0), b, hk * group)
+    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
+    # 1 load k, v
+    key = tl.load(record + FIRST) + tl.arange(0, TILE_K)
+    k_tile = load_rows(matrix(k, k_steps, b, hk, k_begin), k_steps[2], key, n_k, D, DEPTH)
+    v_tile = load_rows(matrix(v, v_steps, b, hk, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
+    acc_k = tl.zeros([TILE_K, DEPTH], tl.float32)
+    acc_v = tl.zeros([TILE_K, COLUMNS], tl.float32)
+    for h in range(hk * group, (hk + 1) * group):
+        of_head = record_of(records, record_steps, tl.program_id(0), b, h)
+        place = place_of(of_head, b, h, group)
+        # for each q tile of the schedule:
+        first_run = tl.load(of_head + FIRST_RUN)
+        for run in range(first_run, first_run + tl.load(of_head + N_RUNS)):
+            kind = tl.load(runs + run * 3 + 2)
+            for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
+                query = tile * TILE_Q + tl.arange(0, TILE_Q)
+                q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+                at = matrix(d_out, d_out_steps, b, h, q_begin)
+                d_out_tile = load_rows(at, d_out_steps[2], query, n_q, D_V, COLUMNS)
+                row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+                p, _, d_s = weights(
+                    q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded,
+                    scale, SCORE, MASK, SLOPE, DOT, PRECISION,
+                )  # fmt: skip
+                # 6 d_v += p.T @ d_out, d_k += d_s.T @ q
+                p = tl.trans(narrow(p, d_out_tile.dtype))
+                d_s = tl.trans(narrow(d_s, q_tile.dtype))
+                acc_v = tl.dot(p.to(DOT), d_out_tile.to(DOT), acc_v, input_precision=PRECISION)
+                acc_k = tl.dot(d_s.to(DOT), q_tile.to(DOT), acc_k, input_precision=PRECISION)
+    store_rows(matrix(d_k, d_k_steps, b, hk, k_begin), d_k_steps[2], key, n_k, acc_k * scale, D, DEPTH)
+    store_rows(matrix(d_v, d_v_steps, b, hk, k_begin), d_v_steps[2], key, n_k, acc_v, D_V, COLUMNS)

@@ -1,0 +1,111 @@
+"""What kernels share: rows of matrices, records of tiles, scores of a tile."""
+
+import triton
+import triton.language as tl
+
+PARTIAL: tl.constexpr = tl.constexpr(1)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+# Triton's interpreter cuts off what does not fit bfloat16.
+CUTS_OFF: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+# Fields of a record, as in tables.py.
+FIRST: tl.constexpr = tl.constexpr(0)  # the tile's first query or key, within its sequence
+Q_BEGIN: tl.constexpr = tl.constexpr(1)  # where the sequence's rows are
+K_BEGIN: tl.constexpr = tl.constexpr(2)
+N_Q: tl.constexpr = tl.constexpr(3)
+N_K: tl.constexpr = tl.constexpr(4)
+FIRST_RUN: tl.constexpr = tl.constexpr(5)
+N_RUNS: tl.constexpr = tl.constexpr(6)
+PLACE: tl.constexpr = tl.constexpr(7)  # batch, origin_q, origin_k, total_q, total_k, packed_q, packed_k
+FIELDS: tl.constexpr = tl.constexpr(14)
+
+
+@triton.jit
+def record_of(records, record_steps, tile, b, h):
+    return records + b * record_steps[0] + h * record_steps[1] + tile * FIELDS
+
+
+@triton.jit
+def place_of(record, b, h, group):
+    """What variables begin at."""
+    at = record + PLACE
+    return (
+        tl.load(at) + b, h, h // group, tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
+        tl.load(at + 5), tl.load(at + 6),
+    )  # fmt: skip
+
+
+@triton.jit
+def matrix(x, steps, b, h, begin):
+    """The rows of one head, from one on."""
+    return x + tl.cast(b, tl.int64) * steps[0] + tl.cast(h, tl.int64) * steps[1] + tl.cast(begin, tl.int64) * steps[2]
+
+
+@triton.jit
+def narrow(x, TYPE: tl.constexpr):
+    """In a type as inputs have it, rounded to the nearest."""
+    if CUTS_OFF and TYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
+    return x.to(TYPE)
+
+
+@triton.jit
+def load_rows(x, step, row, n, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of a matrix, 0 beyond its last row and in columns up to a power of 2."""
+    column = tl.arange(0, PADDED)
+    at = x + row[:, None].to(tl.int64) * step + column[None, :]
+    if WIDTH == PADDED:
+        return tl.load(at, mask=row[:, None] < n, other=0.0)
+    else:
+        return tl.load(at, mask=(row[:, None] < n) & (column[None, :] < WIDTH), other=0.0)
+
+
+@triton.jit
+def store_rows(x, step, row, n, values, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    column = tl.arange(0, PADDED)
+    at = x + row[:, None].to(tl.int64) * step + column[None, :]
+    tl.store(at, narrow(values, x.dtype.element_ty), mask=(row[:, None] < n) & (column[None, :] < WIDTH))
+
+
+@triton.jit
+def finite(row_max):
+    """The shift of the exponent; 0 for a row that has no key yet."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def exponential(difference):
+    """exp: the product comes after the difference, which is exact where it matters."""
+    return tl.exp2(difference * LOG2_E)
+
+
+@triton.jit
+def at_scores(function: tl.constexpr, s, query, key, place, loaded):
+    """A function of the variant, for every score of a tile. query, key: within the sequence."""
+    b, h, hk, origin_q, origin_k, total_q, total_k, packed_q, packed_k = place
+    arrays, sizes, steps = loaded
+    return function(
+        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k,
+        arrays, sizes, steps,
+    )  # fmt: skip
+
+
+@triton.jit
+def scores(
+    s, query, key, kind, n_q, n_k, place, loaded, scale, SCORE: tl.constexpr, MASK: tl.constexpr
+):
+    """Products of q and k as scores, -inf where a key does not count."""
+    s = s * scale
+    # 3 score
+    if SCORE is not None:
+        s = at_scores(SCORE, s, query, key, place, loaded) + tl.zeros_like(s)
+    # 4 mask (PARTIAL tiles only)
+    if kind == PARTIAL:
+        counts = (key < n_k) & (query < n_q)
+        if MASK is not None:
+            counts = counts & at_scores(MASK, s, query, key, place, loaded)
+        s = tl.where(counts, s, float("-inf"))
+    return s
