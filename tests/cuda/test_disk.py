@@ -13,8 +13,8 @@ from tilewise.expr import Expr
 from tilewise.kernels import disk
 from tilewise.kernels.cuda import compiler, prebuild
 from tilewise.kernels.cuda.choice import HOPPER, source_of
-from tilewise.kernels.disk import Files
 from tilewise.kernels.cuda.source import Source
+from tilewise.kernels.disk import Files
 from tilewise.spec import Attention, Shape
 
 

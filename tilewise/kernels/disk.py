@@ -1,4 +1,4 @@
-"""What was made for kernels, on disk: written in one step, so that no reader sees half a file, and checked when read."""
+"""What was made for kernels, on disk: written in one step, so that none sees half a file, and checked when read."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from tilewise import arrays
 from tilewise.kernels import host
+from tilewise.kernels.triton import reads
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -47,8 +48,8 @@ class TritonKernel:
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 
-        done = forward(spec, *_tensors(q, k, v), self._fitting(spec, q, k, v, tile))
-        return Partial(*(_like(x, q) for x in done))
+        done = forward(spec, _tensor(q), _tensor(k), _tensor(v), self._fitting(spec, q, k, v, tile))
+        return Partial(_like(done.out, q), _like(done.lse, q))
 
     def backward(
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
@@ -56,11 +57,13 @@ class TritonKernel:
     ) -> Grads:  # fmt: skip
         from tilewise.kernels.triton.launch import backward
 
-        held = Partial(*_tensors(*saved))
-        pulled = _tensors(d_out, d_lse) if d_lse is not None else [*_tensors(d_out), None]
-        grads = backward(spec, *_tensors(q, k, v), held, *pulled, self._fitting(spec, q, k, v, tile))
+        held = Partial(_tensor(saved.out), _tensor(saved.lse))
+        d_lse = None if d_lse is None else _tensor(d_lse)
+        fitting = self._fitting(spec, q, k, v, tile)
+        grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _tensor(d_out), d_lse, fitting)
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
-        return Grads(_like(grads.q, q), _like(grads.k, k), _like(grads.v, v), sinks, grads.arrays)
+        wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
+        return Grads(_like(grads.q, q), _like(grads.k, k), _like(grads.v, v), sinks, wanted)
 
     def _fitting(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Tile:
         """Tiles are powers of 2, 16 at least, and no larger than the default."""
@@ -70,8 +73,8 @@ class TritonKernel:
                       ((wanted.q, most.q), (wanted.k, most.k))))  # fmt: skip
 
 
-def _tensors(*given: Any) -> list[Any]:
-    return [x if arrays.is_torch(x) else arrays.as_tensor(x) for x in given]
+def _tensor(x: Any) -> Any:
+    return x if arrays.is_torch(x) else arrays.as_tensor(x)
 
 
 def _like(result: Any, template: Any) -> Any:
@@ -79,13 +82,11 @@ def _like(result: Any, template: Any) -> Any:
 
 
 def _unsupported(spec: Attention, shape: Shape) -> str | None:
-    if shape.backward and spec.wanted:
-        return "it has no gradients of arrays that a score reads"
     if shape.dtype not in DTYPES:
         return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
     if max(shape.d, shape.d_v) > MOST_D:
         return f"it takes head dimensions up to {MOST_D}, and they are {shape.d} and {shape.d_v}"
-    return None
+    return reads.unsupported(spec) if shape.backward else None
 
 
 def _is_interpreted() -> bool:

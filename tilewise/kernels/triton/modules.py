@@ -15,7 +15,7 @@ from tilewise.kernels.triton.ops import function
 from tilewise.sharing import Lock
 from tilewise.spec import Attention
 
-_OPERATIONS = Path(__file__).with_name("operations.py")
+_OPERATIONS = Path(__file__).with_name("source") / "operations.py"
 _lock = Lock()
 
 

@@ -43,7 +43,9 @@ def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> T
     for part, queries, keys in shape.sequences(spec.lengths):
         made = plan(spec, part, tile)
         rows = made.by_key if by_key else made.by_query
-        records.append(_records(rows, part, (queries.start or 0, keys.start or 0), tile.k if by_key else tile.q, n_runs))
+        records.append(
+            _records(rows, part, (queries.start or 0, keys.start or 0), tile.k if by_key else tile.q, n_runs)
+        )
         runs.append(rows.table)
         n_runs += len(rows.table)
     heads = np.broadcast_shapes(*(x.shape[:2] for x in records)) if records else (1, 1)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.tiles import (
+from tilewise.kernels.triton.source.tiles import (
     FIRST,
     FIRST_RUN,
     K_BEGIN,

@@ -7,7 +7,7 @@ delta = sum(d_out * out) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_s
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.tiles import (
+from tilewise.kernels.triton.source.tiles import (
     FIRST,
     FIRST_RUN,
     K_BEGIN,
@@ -33,8 +33,8 @@ def prepare(
     out, d_out, d_lse, delta, out_steps, d_out_steps, d_lse_steps, delta_steps, n,
     HAS_D_LSE: tl.constexpr, ROWS: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum(d_out * out) - d_lse, of some rows. In float32 it is summed as d_out v^T will be, from which it is taken
-    away: where a row has one key, or as good as one, their errors are the same."""
+    """delta = sum(d_out * out) - d_lse, of some rows. In float32 it is summed as d_out v^T will be, from which it is
+    taken away: where a row has one key, or as good as one, their errors are the same."""
     h, b = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     a = load_rows(matrix(out, out_steps, b, h, 0), out_steps[2], row, n, D_V, COLUMNS)
@@ -52,22 +52,19 @@ def prepare(
 
 @triton.jit
 def weights(
-    q_tile, k_tile, v_tile, d_out_tile, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    product, d_p, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale,
+    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
 ):  # fmt: skip
-    """p, d_score and d_s of a tile, queries down and keys across."""
-    # 2 s = q @ k.T
-    product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
+    """p, d_score and d_s of a tile, from q k^T and d_out v^T; queries down and keys across, or the other way round."""
     # 3 score
     # 4 mask (PARTIAL tiles only)
-    s = scores(product, query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale, SCORE, MASK)
+    s = scores(product, query, key, kind, n_q, n_k, place, loaded, scale, SCORE, MASK)
     # 5 p, from the lse that forward saved
-    p = exponential(s - lse[:, None])
-    d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
-    d_score = p * (d_p - delta[:, None])
+    p = exponential(s - lse)
+    d_score = p * (d_p - delta)
     d_s = d_score
     if SLOPE is not None:  # a key of weight 0 passes nothing on, whatever its slope
-        slope = at_scores(SLOPE, product * scale, query[:, None], key[None, :], place, loaded)
+        slope = at_scores(SLOPE, product * scale, query, key, place, loaded)
         d_s = tl.where(d_score == 0, 0.0, d_score * slope)
     return p, d_score, d_s
 
@@ -110,9 +107,12 @@ def d_query(
             key = tile * TILE_K + tl.arange(0, TILE_K)
             k_tile = load_rows(k, k_steps[2], key, n_k, D, DEPTH)
             v_tile = load_rows(v, v_steps[2], key, n_k, D_V, COLUMNS)
+            # 2 s = q @ k.T
+            product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
+            d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
             _, _, d_s = weights(
-                q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded, scale,
-                SCORE, MASK, SLOPE, DOT, PRECISION,
+                product, d_p, row_lse[:, None], row_delta[:, None], query[:, None], key[None, :], kind, n_q, n_k, place,
+                loaded, scale, SCORE, MASK, SLOPE,
             )  # fmt: skip
             # 6 d_q += d_s @ k
             acc = tl.dot(narrow(d_s, k_tile.dtype).to(DOT), k_tile.to(DOT), acc, input_precision=PRECISION)
@@ -150,14 +150,17 @@ def d_keys(
                 at = matrix(d_out, d_out_steps, b, h, q_begin)
                 d_out_tile = load_rows(at, d_out_steps[2], query, n_q, D_V, COLUMNS)
                 row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+                # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
+                product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
+                d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
                 p, _, d_s = weights(
-                    q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded,
-                    scale, SCORE, MASK, SLOPE, DOT, PRECISION,
+                    product, d_p, row_lse[None, :], row_delta[None, :], query[None, :], key[:, None], kind, n_q, n_k,
+                    place, loaded, scale, SCORE, MASK, SLOPE,
                 )  # fmt: skip
                 # 6 d_v += p.T @ d_out, d_k += d_s.T @ q
-                p = tl.trans(narrow(p, d_out_tile.dtype))
-                d_s = tl.trans(narrow(d_s, q_tile.dtype))
-                acc_v = tl.dot(p.to(DOT), d_out_tile.to(DOT), acc_v, input_precision=PRECISION)
-                acc_k = tl.dot(d_s.to(DOT), q_tile.to(DOT), acc_k, input_precision=PRECISION)
+                p = narrow(p, d_out_tile.dtype).to(DOT)
+                acc_v = tl.dot(p, d_out_tile.to(DOT), acc_v, input_precision=PRECISION)
+                d_s = narrow(d_s, q_tile.dtype).to(DOT)
+                acc_k = tl.dot(d_s, q_tile.to(DOT), acc_k, input_precision=PRECISION)
     store_rows(matrix(d_k, d_k_steps, b, hk, k_begin), d_k_steps[2], key, n_k, acc_k * scale, D, DEPTH)
     store_rows(matrix(d_v, d_v_steps, b, hk, k_begin), d_v_steps[2], key, n_k, acc_v, D_V, COLUMNS)

@@ -59,8 +59,7 @@ def load_rows(x, step, row, n, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     at = x + row[:, None].to(tl.int64) * step + column[None, :]
     if WIDTH == PADDED:
         return tl.load(at, mask=row[:, None] < n, other=0.0)
-    else:
-        return tl.load(at, mask=(row[:, None] < n) & (column[None, :] < WIDTH), other=0.0)
+    return tl.load(at, mask=(row[:, None] < n) & (column[None, :] < WIDTH), other=0.0)
 
 
 @triton.jit
@@ -94,9 +93,7 @@ def at_scores(function: tl.constexpr, s, query, key, place, loaded):
 
 
 @triton.jit
-def scores(
-    s, query, key, kind, n_q, n_k, place, loaded, scale, SCORE: tl.constexpr, MASK: tl.constexpr
-):
+def scores(s, query, key, kind, n_q, n_k, place, loaded, scale, SCORE: tl.constexpr, MASK: tl.constexpr):
     """Products of q and k as scores, -inf where a key does not count."""
     s = s * scale
     # 3 score

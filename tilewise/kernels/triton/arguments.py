@@ -1,0 +1,67 @@
+"""The arguments of kernels: steps, sizes, records of tiles, the functions and arrays of a variant."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from tilewise import arrays
+from tilewise.kernels.triton import modules
+from tilewise.kernels.triton.tables import FIELDS, tables
+from tilewise.spec import Attention, Shape, Tile
+
+
+def planned(spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool = False) -> tuple[Any, ...]:
+    """The grid; the records of its tiles with their steps, their runs, and the variant's arrays."""
+    made = tables(spec, shape, tile, by_key)
+    numbers, runs = (torch.from_numpy(x).to(q.device) for x in (made.records, made.runs))
+    grid = made.tiles, shape.heads_k if by_key else shape.heads, shape.batch
+    return grid, numbers, made.steps, runs, loaded_by(spec, q)
+
+
+def records_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
+    """A record that tells of the whole call, which is one sequence, and the variant's arrays."""
+    made = tables(Attention(spec.scale, positions=spec.positions), shape, Tile(max(shape.n_q, 1), max(shape.n_k, 1)))
+    return torch.from_numpy(made.records.reshape(-1)[:FIELDS].copy()).to(q.device), loaded_by(spec, q)
+
+
+def loaded_by(spec: Attention, q: Any) -> tuple[Any, Any, Any]:
+    """The variant's arrays, their sizes and their steps; one at least, which nothing reads."""
+    loaded = [tensor(slot.array, q.device) for slot in spec.loaded] or [q]
+    return tuple(loaded), tuple(tuple(x.shape) or (1,) for x in loaded), tuple(x.stride() or (1,) for x in loaded)
+
+
+def tensor(x: Any, device: Any) -> Any:
+    return (x.detach() if arrays.is_torch(x) else arrays.as_tensor(x)).to(device)
+
+
+def steps_of(x: Any) -> tuple[int, int, int]:
+    return tuple(x.stride()[:3])
+
+
+def functions(variant: ModuleType | None, *names: str) -> dict[str, Any]:
+    return {name.upper(): getattr(variant, name, None) for name in names}
+
+
+def sizes(shape: Shape, tile: Tile) -> dict[str, Any]:
+    # Triton's interpreter has bfloat16 as whole numbers, and multiplies those.
+    is_wide = modules.is_interpreted() or shape.dtype == "float32"
+    return {
+        "TILE_Q": tile.q, "TILE_K": tile.k, "D": shape.d, "D_V": shape.d_v,
+        "DEPTH": power_of_2(shape.d), "COLUMNS": power_of_2(shape.d_v),
+        "DOT": tl.float32 if is_wide else getattr(tl, shape.dtype),
+        "PRECISION": "ieee" if shape.dtype == "float32" else "tf32",
+    }  # fmt: skip
+
+
+def power_of_2(n: int) -> int:
+    """As wide as tensor cores take a matrix, at least."""
+    return max(16, 1 << (n - 1).bit_length())
+
+
+def stored_as(q: Any, v: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The output's sizes and steps: heads side by side if q has them so, or one by one."""
+    return (*q.shape[:3], v.shape[3]), arrays.strides_as(q, v)

@@ -1,0 +1,141 @@
+"""Gradients of the arrays that a score reads: which kernel sums up what, and what becomes of its sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewise.kernels.triton import modules
+from tilewise.kernels.triton.arguments import functions, planned, records_of, sizes, steps_of, tensor
+from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, reads
+from tilewise.kernels.triton.source import gradients
+from tilewise.spec import Attention, Shape, Tile
+
+_DISTANCES = 32  # of a program, and so queries at a time
+
+
+def of_arrays(spec: Attention, shape: Shape, tile: Tile, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The gradient of every array that wants one. given: q, k, v, d_out, lse, delta."""
+    made: dict[int, Any] = {}
+    for read in reads(spec):
+        part = _Sum(spec, shape, tile, given, read).gradient()
+        made[id(read.array)] = part if id(read.array) not in made else made[id(read.array)] + part
+    return tuple(made[id(slot.array)].to(tensor(slot.array, "cpu").dtype) for slot in spec.wanted)
+
+
+class _Sum:
+    """The sums of one read, as a kernel makes them: (batch, heads, n), and then as the array has its axes."""
+
+    def __init__(self, spec: Attention, shape: Shape, tile: Tile, given: tuple[Any, ...], read: Read) -> None:
+        self.spec, self.shape, self.tile, self.given, self.read = spec, shape, tile, given, read
+        self.device = given[0].device
+        variant = modules.variant(spec, {"part": read.slope})
+        self.functions = functions(variant, "score", "mask", "part")
+        self.steps = tuple(map(steps_of, given[:5]))
+
+    def gradient(self) -> Any:
+        if self.read.sharing is Sharing.PAIRS:
+            return self._pairs()
+        sums, along = {
+            Sharing.ROWS: self._rows, Sharing.COLUMNS: self._columns, Sharing.DISTANCES: self._distances,
+        }[self.read.sharing]()  # fmt: skip
+        return self._as_indexed(sums.double(), along)
+
+    # -- kernels ------------------------------------------------------------------------------------------------------
+    def _rows(self) -> tuple[Any, Any]:
+        s = self.shape
+        sums = self._zeros(s.n_q)
+        grid, *rest = planned(self.spec, s, self.tile, self.given[0])
+        if 0 not in grid:
+            gradients.of_rows[grid](
+                *self.given, sums, *self.steps, *rest, s.group, self.spec.scale, **self.functions, **sizes(s, self.tile)
+            )
+        return sums, None
+
+    def _columns(self) -> tuple[Any, Any]:
+        s = self.shape
+        sums = self._zeros(s.n_k)
+        (tiles, _, batch), *rest = planned(self.spec, s, self.tile, self.given[0], by_key=True)
+        if tiles and s.heads and batch:
+            gradients.of_columns[(tiles, s.heads, batch)](
+                *self.given, sums, *self.steps, steps_of(sums), *rest, s.group, self.spec.scale,
+                **self.functions, **sizes(s, self.tile),
+            )  # fmt: skip
+        return sums, None
+
+    def _distances(self) -> tuple[Any, Any]:
+        s = self.shape
+        least, count = 1 - s.n_k, max(s.n_q + s.n_k - 1, 0)
+        sums = self._zeros(count)
+        grid = -(-count // _DISTANCES), s.heads, s.batch
+        if 0 not in (*grid, s.n_q, s.n_k):
+            record, loaded = records_of(self.spec, s, self.given[0])
+            told = {name: x for name, x in sizes(s, self.tile).items() if not name.startswith("TILE")}
+            gradients.of_distances[grid](
+                *self.given, sums, *self.steps, steps_of(sums), record, loaded, s.group, self.spec.scale, least, count,
+                **self.functions, TILE=_DISTANCES, **told,
+            )  # fmt: skip
+        axis, index = next((i, x) for i, x in enumerate(self.read.node.args) if x.op not in ("const", "var"))
+        size = self.read.array.shape[axis]
+        return sums, (axis, cells_of_distances(index, s, size, least, count), size)
+
+    def _pairs(self) -> Any:
+        s, tile = self.shape, self.tile
+        shape = tuple(self.read.array.shape)
+        outer = [i.payload if i.op == "var" else None for i in self.read.node.args[:-2]]
+        kept = [(("B" in outer) and s.batch) or 1, (("H" in outer) and s.heads) or 1]
+        grad = torch.zeros((*kept, s.n_q, s.n_k), dtype=torch.float32, device=self.device)
+        key_tiles = -(-s.n_k // tile.k)
+        grid = -(-s.n_q // tile.q) * key_tiles, kept[0] * kept[1]
+        if 0 not in (*grid, s.batch, s.heads):
+            record, loaded = records_of(self.spec, s, self.given[0])
+            gradients.of_pairs[grid](
+                *self.given, grad, *self.steps, steps_of(grad), record, loaded, s.group, self.spec.scale, key_tiles,
+                kept[1], s.batch // kept[0], s.heads // kept[1], **self.functions, **sizes(s, tile),
+            )  # fmt: skip
+        whole = torch.zeros(shape, dtype=torch.float32, device=self.device)
+        order = [grad.shape[("B", "H").index(name)] if name else 1 for name in outer]
+        rows, columns = slice(s.origin_q, s.origin_q + s.n_q), slice(s.origin_k, s.origin_k + s.n_k)
+        whole[..., rows, columns] = grad.reshape(*order, s.n_q, s.n_k)
+        return whole
+
+    # -- axes ---------------------------------------------------------------------------------------------------------
+    def _zeros(self, n: int) -> Any:
+        return torch.zeros((self.shape.batch, self.shape.heads, n), dtype=torch.float32, device=self.device)
+
+    def _as_indexed(self, sums: Any, along: Any) -> Any:
+        """(batch, heads, n) as the array has its axes: summed over what none of them names."""
+        s, args, shape = self.shape, self.read.node.args, tuple(self.read.array.shape)
+        names = [i.payload if i.op == "var" else None for i in args]
+        if self.spec.lengths is not None and "B" in names:
+            sums = self._by_sequence(sums)
+        whole = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        if along is not None:
+            axis, cells, size = along
+            chosen = np.zeros((len(cells), size))
+            chosen[np.arange(len(cells)), cells] = 1
+            sums = sums @ torch.from_numpy(chosen).to(self.device)
+            names[axis] = "cell"
+        if "HK" in names:
+            sums = sums.unflatten(1, (s.heads_k, s.group)).sum(2)
+        dims = {"B": 0, "H": 1, "HK": 1}
+        place = {i: dims.get(name, 2) for i, name in enumerate(names) if name is not None}
+        reduced = [d for d in range(3) if d not in place.values()]
+        sums = sums.sum(reduced, keepdim=True) if reduced else sums
+        view = sums.permute(*place.values(), *(d for d in range(3) if d not in place.values()))
+        view = view.reshape([view.shape[i] for i in range(len(place))])
+        at: list[Any] = []
+        for i, name in enumerate(names):
+            origin = {"Q": s.origin_q, "K": s.origin_k}.get(name or "", 0)
+            at.append(slice(origin, origin + sums.shape[place[i]]) if name is not None else int(args[i].payload))
+        whole[tuple(at)] = view
+        return whole
+
+    def _by_sequence(self, sums: Any) -> Any:
+        """Of packed rows, (1, heads, total), to (sequences, heads, 1)."""
+        lengths = self.spec.lengths
+        assert lengths is not None
+        parts = [sums[0, :, int(a) : int(b)].sum(-1) for a, b in zip(lengths.q[:-1], lengths.q[1:], strict=True)]
+        return torch.stack(parts)[..., None] if parts else sums[:0, :, :1]

@@ -1,0 +1,106 @@
+"""How a score reads an array that wants a gradient: which of a call's scores share a cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from tilewise.arrays import Array
+from tilewise.derivative import score_slopes
+from tilewise.expr import Expr, S
+from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.spec import Attention, Shape
+from tilewise.walking import evaluate, nodes, variables
+
+_HEADS = ("B", "H", "HK")
+_QUERIES, _KEYS = frozenset(("Q", "QP")), frozenset(("K", "KP"))
+
+
+class Sharing(Enum):
+    """What a cell belongs to, beside batch indices and heads."""
+
+    ROWS = "a query, or all of them"
+    COLUMNS = "a key"
+    PAIRS = "a query and a key"
+    DISTANCES = "all queries and keys of a distance"
+
+
+@dataclass(frozen=True, eq=False)
+class Read:
+    """One load in the score, the derivative of the score by it, and who shares its cells."""
+
+    node: Expr
+    slope: Expr
+    sharing: Sharing
+
+    @property
+    def array(self) -> Any:
+        return self.node.payload.array
+
+
+def reads(spec: Attention) -> list[Read]:
+    """Every read of an array that wants a gradient; ValueError, with a reason, if one is beyond what kernels sum up."""
+    return [Read(node, slope, _sharing(node, spec)) for node, slope in score_slopes(spec).items() if node is not S]
+
+
+def unsupported(spec: Attention) -> str | None:
+    try:
+        reads(spec)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def _sharing(node: Expr, spec: Attention) -> Sharing:
+    others = [i for i in node.args if not _is_plain(i, _HEADS)]
+    used = frozenset().union(*map(variables, others)) if others else frozenset()
+    if used & set(_HEADS):
+        raise ValueError(f"it sums up no gradients of an array read at {node!r}")
+    if spec.lengths is not None and used - {"QP", "KP"}:
+        raise ValueError(f"in packed sequences it sums up no gradients of an array read at {node!r}")
+    if not used & (_QUERIES | _KEYS):
+        return Sharing.ROWS
+    if len(others) == 1 and _is_plain(others[0], _QUERIES):
+        return Sharing.ROWS
+    if len(others) == 1 and _is_plain(others[0], _KEYS):
+        return Sharing.COLUMNS
+    if len(others) == 2 and [i.payload for i in node.args[-2:]] == ["Q", "K"]:
+        return Sharing.PAIRS
+    if len(others) == 1 and _depends_on_distance(others[0]):
+        return Sharing.DISTANCES
+    raise ValueError(f"it sums up no gradients of an array read at {node!r}")
+
+
+def _is_plain(index: Expr, names: Any) -> bool:
+    return index.op == "const" or (index.op == "var" and index.payload in names)
+
+
+def _depends_on_distance(expr: Expr) -> bool:
+    """Whether Q and K come in as their difference alone."""
+    forms: dict[Expr, tuple[float, float] | None] = {}  # how often Q and K are in a sum; None: in no sum
+    for node in nodes(expr):
+        args = [forms[a] for a in node.args]
+        if node.op == "var":
+            forms[node] = (float(node.payload == "Q"), float(node.payload == "K"))
+        elif node.op in ("add", "sub") and None not in args:
+            sign = 1 if node.op == "add" else -1
+            forms[node] = tuple(x + sign * y for x, y in zip(*args, strict=True))  # type: ignore[arg-type]
+        elif node.op in ("neg", "float") and None not in args:
+            forms[node] = tuple((-x if node.op == "neg" else x) for x in args[0])  # type: ignore[union-attr]
+        elif all(form is not None and form[0] + form[1] == 0 for form in args):
+            forms[node] = (0.0, 0.0)
+        else:
+            forms[node] = None
+    form = forms[expr]
+    return form is not None and form[0] + form[1] == 0
+
+
+def cells_of_distances(index: Expr, shape: Shape, size: int, least: int, count: int) -> Array:
+    """The cell along the axis of this index for every distance q - k, counted within the call."""
+    distance = np.arange(least, least + count)
+    env = shape.env(0, 0, np.maximum(distance, 0), np.maximum(-distance, 0))
+    cells: Array = np.broadcast_to(evaluate(index, env, numpy_ops(np.float32)), distance.shape)
+    return np.clip(cells, 0, size - 1)

@@ -1,0 +1,1 @@
+"""What Triton compiles: kernels, and what they share."""

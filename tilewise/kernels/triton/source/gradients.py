@@ -1,0 +1,185 @@
+"""Gradients of the arrays that a score reads: d_score * (d score / d cell), summed over the scores that read a cell.
+
+A cell may be read by every query and key of some heads (slopes), by a query, a key, a pair of both (a bias), or by all
+pairs of one distance (relative tables). Each sum has one program, so its order is fixed.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.source.backward import saved_of, weights
+from tilewise.kernels.triton.source.tiles import (
+    FIRST,
+    FIRST_RUN,
+    K_BEGIN,
+    N_K,
+    N_Q,
+    N_RUNS,
+    PARTIAL,
+    Q_BEGIN,
+    at_scores,
+    load_rows,
+    matrix,
+    place_of,
+    record_of,
+)
+
+
+@triton.jit
+def part_of(
+    q_tile, k_tile, v_tile, d_out_tile, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What each score of a tile passes on to the cell that it read: queries down and keys across."""
+    product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
+    d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
+    _, d_score, _ = weights(
+        product, d_p, lse[:, None], delta[:, None], query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale,
+        SCORE, MASK, None,
+    )  # fmt: skip
+    part = at_scores(PART, product * scale, query[:, None], key[None, :], place, loaded)
+    return tl.where(d_score == 0, 0.0, d_score * part)
+
+
+@triton.jit
+def of_rows(
+    q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps,
+    records, record_steps, runs, loaded, group, scale,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums over keys: (batch, heads, n_q)."""
+    h, b = tl.program_id(1), tl.program_id(2)
+    record = record_of(records, record_steps, tl.program_id(0), b, h)
+    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
+    place = place_of(record, b, h, group)
+    query = tl.load(record + FIRST) + tl.arange(0, TILE_Q)
+    q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+    d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
+    row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+    total = tl.zeros([TILE_Q], tl.float32)
+    first_run = tl.load(record + FIRST_RUN)
+    for run in range(first_run, first_run + tl.load(record + N_RUNS)):
+        kind = tl.load(runs + run * 3 + 2)
+        for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
+            key = tile * TILE_K + tl.arange(0, TILE_K)
+            k_tile = load_rows(matrix(k, k_steps, b, h // group, k_begin), k_steps[2], key, n_k, D, DEPTH)
+            v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
+            part = part_of(
+                q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded,
+                scale, SCORE, MASK, PART, DOT, PRECISION,
+            )  # fmt: skip
+            total += tl.sum(part, 1)
+    tl.store(matrix(sums, row_steps, b, h, q_begin) + query, total, mask=query < n_q)
+
+
+@triton.jit
+def of_columns(
+    q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps, sums_steps,
+    records, record_steps, runs, loaded, group, scale,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums over queries: (batch, heads, n_k)."""
+    h, b = tl.program_id(1), tl.program_id(2)
+    record = record_of(records, record_steps, tl.program_id(0), b, h)
+    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
+    place = place_of(record, b, h, group)
+    key = tl.load(record + FIRST) + tl.arange(0, TILE_K)
+    k_tile = load_rows(matrix(k, k_steps, b, h // group, k_begin), k_steps[2], key, n_k, D, DEPTH)
+    v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
+    total = tl.zeros([TILE_K], tl.float32)
+    first_run = tl.load(record + FIRST_RUN)
+    for run in range(first_run, first_run + tl.load(record + N_RUNS)):
+        kind = tl.load(runs + run * 3 + 2)
+        for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
+            query = tile * TILE_Q + tl.arange(0, TILE_Q)
+            q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+            d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
+            row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+            part = part_of(
+                q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded,
+                scale, SCORE, MASK, PART, DOT, PRECISION,
+            )  # fmt: skip
+            total += tl.sum(part, 0)
+    tl.store(matrix(sums, sums_steps, b, h, k_begin) + key, total, mask=key < n_k)
+
+
+@triton.jit
+def of_pairs(
+    q, k, v, d_out, lse, delta, grad, q_steps, k_steps, v_steps, d_out_steps, row_steps, grad_steps,
+    record, loaded, group, scale, key_tiles, kept_heads, summed_batch, summed_heads,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of a (batch or 1, heads or 1, n_q, n_k) gradient, summed over the batch indices or heads that share it."""
+    first_b, first_h = tl.program_id(1) // kept_heads, tl.program_id(1) % kept_heads
+    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    query = tl.program_id(0) // key_tiles * TILE_Q + tl.arange(0, TILE_Q)
+    key = tl.program_id(0) % key_tiles * TILE_K + tl.arange(0, TILE_K)
+    total = tl.zeros([TILE_Q, TILE_K], tl.float32)
+    for shared in range(summed_batch * summed_heads):
+        b, h = first_b + shared // summed_heads, first_h + shared % summed_heads
+        place = place_of(record, b, h, group)
+        q_tile = load_rows(matrix(q, q_steps, b, h, 0), q_steps[2], query, n_q, D, DEPTH)
+        d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
+        k_tile = load_rows(matrix(k, k_steps, b, h // group, 0), k_steps[2], key, n_k, D, DEPTH)
+        v_tile = load_rows(matrix(v, v_steps, b, h // group, 0), v_steps[2], key, n_k, D_V, COLUMNS)
+        row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
+        total += part_of(
+            q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
+            SCORE, MASK, PART, DOT, PRECISION,
+        )  # fmt: skip
+    at = matrix(grad, grad_steps, first_b, first_h, 0) + query[:, None].to(tl.int64) * grad_steps[2] + key[None, :]
+    tl.store(at, total, mask=(query[:, None] < n_q) & (key[None, :] < n_k))
+
+
+@triton.jit
+def of_distances(
+    q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps, sums_steps,
+    record, loaded, group, scale, least, count,
+    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sums over all pairs of a distance q - k: (batch, heads, distances), from the least on.
+
+    A program has TILE distances. Down each tile of queries they are a slanted band of keys, twice as wide.
+    """
+    h, b = tl.program_id(1), tl.program_id(2)
+    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    place = place_of(record, b, h, group)
+    first = least + tl.program_id(0) * TILE  # the least distance of this program
+    total = tl.zeros([TILE], tl.float32)
+    row, across = tl.arange(0, TILE), tl.arange(0, 2 * TILE)
+    # Queries whose keys are there: from 0 <= q - distance < n_k for some of the distances.
+    begin = tl.maximum(first, 0) // TILE
+    end = tl.minimum(n_q, n_k + first + TILE)
+    for tile in range(begin, tl.maximum(end + TILE - 1, 0) // TILE):
+        query = tile * TILE + row
+        key = tile * TILE - first - (TILE - 1) + across
+        q_tile = load_rows(matrix(q, q_steps, b, h, 0), q_steps[2], query, n_q, D, DEPTH)
+        d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
+        k_tile = load_keys(matrix(k, k_steps, b, h // group, 0), k_steps[2], key, n_k, D, DEPTH)
+        v_tile = load_keys(matrix(v, v_steps, b, h // group, 0), v_steps[2], key, n_k, D_V, COLUMNS)
+        row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
+        part = part_of(
+            q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
+            SCORE, MASK, PART, DOT, PRECISION,
+        )  # fmt: skip
+        part = tl.where((key >= 0)[None, :], part, 0.0)
+        # Distance first + i of row r is in column r + TILE - 1 - i.
+        total += tl.sum(tl.gather(part, row[:, None] + (TILE - 1) - row[None, :], 1), 0)
+    number = tl.program_id(0) * TILE + row
+    tl.store(matrix(sums, sums_steps, b, h, 0) + number, total, mask=number < count)
+
+
+@triton.jit
+def load_keys(x, step, row, n, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """As load_rows; rows may also be negative."""
+    return load_rows(x, step, tl.where(row < 0, n, row), n, WIDTH, PADDED)
