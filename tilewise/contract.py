@@ -154,13 +154,14 @@ def check_forward(kernel: Kernel, case: Case, tile: Tile | None = None, device: 
     return _check_case(case, _forward_of(case), {what: on_host(x) for what, x in got.items()})["out"]
 
 
-def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None) -> float:
+def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None, device: str = "cpu") -> float:
     """Every gradient of one case is within the contract, for a gradient of lse as well as of out."""
-    call = case.inputs().call()
-    d_out, d_lse = gradients_to_pull(call)
+    host = case.inputs().call()
+    call = on_device(host, device)
+    pulled = [x if device == "cpu" else _copied(x, device) for x in gradients_to_pull(host)]
     saved = kernel.forward(call.spec, call.q, call.k, call.v, tile)
-    got = kernel.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse, tile)
-    return max(_check_case(case, _backward_of(case), backward_results(got)).values())
+    got = backward_results(kernel.backward(call.spec, call.q, call.k, call.v, saved, *pulled, tile))
+    return max(_check_case(case, _backward_of(case), {what: on_host(x) for what, x in got.items()}).values())
 
 
 def _copied(x: Array, device: str) -> Any:

@@ -64,7 +64,7 @@ def _kernel(name: str, case: Case, backward: bool) -> Kernel | None:
 
 
 # A GPU's kernels are checked where they can run (`make test-gpu`); here it is checked that they say why they cannot.
-GPU_RUNGS = tuple(f"cuda/{rung}" for rung in ("naive", "tiled", "forward_sm90"))
+GPU_RUNGS = (*(f"cuda/{rung}" for rung in ("naive", "tiled", "forward_sm90")), "triton")
 
 
 @pytest.mark.gpu
@@ -75,15 +75,34 @@ def test_forward_on_a_gpu(name: str, case: Case) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU here")
+    kernel = _on_a_gpu(name, case, backward=False)
+    for tile in (None, Tile(32, 48), Tile(61, 16)) if kernel is not None else ():
+        check_forward(kernel, case, tile, device="cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
+def test_backward_on_a_gpu(case: Case) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU here")
+    kernel = _on_a_gpu("triton", case, backward=True)
+    for tile in (None, Tile(32, 48)) if kernel is not None else ():
+        check_backward(kernel, case, tile, device="cuda:0")
+
+
+def _on_a_gpu(name: str, case: Case, backward: bool) -> Kernel | None:
+    """The kernel, or None if it refuses this case, which is then checked to raise."""
     kernel = dispatch.kernel(name)
     assert kernel.unavailable() is None
     call = on_device(case.inputs().call(), "cuda:0")
-    if kernel.unsupported(call.spec, call.shape) is not None:
-        with pytest.raises(tw.Unsupported, match=name):
-            dispatch.resolve(name, call.spec, call.shape)
-        return
-    for tile in (None, Tile(32, 48), Tile(61, 16)):
-        check_forward(kernel, case, tile, device="cuda:0")
+    shape = replace(call.shape, backward=backward)
+    if kernel.unsupported(call.spec, shape) is None:
+        return kernel
+    with pytest.raises(tw.Unsupported, match=name):
+        dispatch.resolve(name, call.spec, shape)
+    return None
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
@@ -120,7 +139,7 @@ def test_public_call_gives_the_kernels_bits(case: Case) -> None:
 
 def test_a_gpu_system_says_why_it_cannot() -> None:
     call = Case("causal", "square").inputs().call()
-    for name in ("cuda", *GPU_RUNGS):
+    for name in ("cuda", *(rung for rung in GPU_RUNGS if rung.startswith("cuda"))):  # Triton has an interpreter
         with pytest.raises(tw.Unsupported, match=f"kernel '{name}' cannot compute this call: "):
             dispatch.resolve(name, call.spec, call.shape)
 

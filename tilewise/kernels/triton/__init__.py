@@ -1,4 +1,4 @@
-"""The Triton kernel system: portable GPU kernels, forward; on CPUs by Triton's interpreter."""
+"""The Triton kernel system: portable GPU kernels, forward and backward; on CPUs by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from tilewise import arrays
 from tilewise.kernels import host
 from tilewise.kernels.triton import reads
+from tilewise.kernels.triton.modules import is_interpreted
+from tilewise.kernels.triton.tuning import Pass, chosen
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -25,7 +27,7 @@ class TritonKernel:
     def unavailable(self) -> str | None:
         if _missing():
             return f"it needs {', '.join(_missing())}; pip install 'tilewise[triton]'"
-        if _is_interpreted():
+        if is_interpreted():
             return None
         torch = sys.modules.get("torch")
         if torch is None:
@@ -35,20 +37,19 @@ class TritonKernel:
         return "PyTorch finds no GPU, or was built without CUDA; TRITON_INTERPRET=1 runs it on a CPU, slowly"
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
-        if _is_interpreted():
+        if is_interpreted():
             return host.unsupported(shape) or _unsupported(spec, shape)
         if not shape.device.startswith("cuda"):
             return f"it computes on GPUs and the arrays are on {shape.device}; move them with .cuda()"
         return _unsupported(spec, shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        largest = max(shape.d, shape.d_v) * (2 if shape.dtype == "float32" else 1)
-        return Tile(128, 64) if largest <= 128 else Tile(64, 64) if largest <= 256 else Tile(32, 32)
+        return chosen(Pass.FORWARD, shape).tile
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 
-        done = forward(spec, _tensor(q), _tensor(k), _tensor(v), self._fitting(spec, q, k, v, tile))
+        done = forward(spec, _tensor(q), _tensor(k), _tensor(v), tile)
         return Partial(_like(done.out, q), _like(done.lse, q))
 
     def backward(
@@ -59,18 +60,10 @@ class TritonKernel:
 
         held = Partial(_tensor(saved.out), _tensor(saved.lse))
         d_lse = None if d_lse is None else _tensor(d_lse)
-        fitting = self._fitting(spec, q, k, v, tile)
-        grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _tensor(d_out), d_lse, fitting)
+        grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _tensor(d_out), d_lse, tile)
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
         wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
         return Grads(_like(grads.q, q), _like(grads.k, k), _like(grads.v, v), sinks, wanted)
-
-    def _fitting(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Tile:
-        """Tiles are powers of 2, 16 at least, and no larger than the default."""
-        most = self.default_tile(spec, Shape.of(spec, q, k, v))
-        wanted = tile or most
-        return Tile(*(max(16, min(most_n, 1 << (n.bit_length() - 1))) for n, most_n in
-                      ((wanted.q, most.q), (wanted.k, most.k))))  # fmt: skip
 
 
 def _tensor(x: Any) -> Any:
@@ -87,12 +80,6 @@ def _unsupported(spec: Attention, shape: Shape) -> str | None:
     if max(shape.d, shape.d_v) > MOST_D:
         return f"it takes head dimensions up to {MOST_D}, and they are {shape.d} and {shape.d_v}"
     return reads.unsupported(spec) if shape.backward else None
-
-
-def _is_interpreted() -> bool:
-    from tilewise.kernels.triton.modules import is_interpreted
-
-    return is_interpreted()
 
 
 @cache

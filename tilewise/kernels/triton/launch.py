@@ -13,47 +13,57 @@ from tilewise.kernels.triton.arguments import functions, planned, power_of_2, si
 from tilewise.kernels.triton.launch_gradients import of_arrays
 from tilewise.kernels.triton.source import backward as backward_kernels
 from tilewise.kernels.triton.source import forward as forward_kernels
+from tilewise.kernels.triton.tuning import Pass, chosen
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 _ROWS = 64  # of a program that computes delta
 
 
-def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile) -> Partial:
+def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Partial:
     """Attention on (batch, heads, n, d) tensors."""
     shape = Shape.of(spec, q, k, v)
     out = torch.empty_strided(*stored_as(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
-    grid, *rest = planned(spec, shape, tile, q)
+    choice = chosen(Pass.FORWARD, shape, tile)
+    grid, *rest = planned(spec, shape, choice.tile, q)
     if 0 not in grid:
         forward_kernels.forward[grid](
             q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest, shape.group, spec.scale,
             **functions(modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
-            **sizes(shape, tile),
+            **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     return Partial(out, lse)
 
 
-def backward(spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile) -> Grads:
+def backward(
+    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None
+) -> Grads:
     """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
     shape = Shape.of(spec, q, k, v)
     d_q, d_k, d_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = _delta(saved.out, d_out, d_lse)
     slope = score_slopes(spec)[S]
     variant = modules.variant(spec, {} if slope is ONE else {"slope": slope})
-    told = {**functions(variant, "score", "mask", "slope"), **sizes(shape, tile)}
+    told = functions(variant, "score", "mask", "slope")
     given = (q, k, v, d_out, saved.lse, delta)
     steps = tuple(map(steps_of, given[:5]))
-    grid, *rest = planned(spec, shape, tile, q)
+    choice = chosen(Pass.D_QUERY, shape, tile)
+    grid, *rest = planned(spec, shape, choice.tile, q)
     if 0 not in grid:
-        backward_kernels.d_query[grid](*given, d_q, *steps, steps_of(d_q), *rest, shape.group, spec.scale, **told)
-    grid, *rest = planned(spec, shape, tile, q, by_key=True)
+        backward_kernels.d_query[grid](
+            *given, d_q, *steps, steps_of(d_q), *rest, shape.group, spec.scale,
+            **told, **sizes(shape, choice.tile), **choice.options,
+        )  # fmt: skip
+    choice = chosen(Pass.D_KEYS, shape, tile)
+    grid, *rest = planned(spec, shape, choice.tile, q, by_key=True)
     if 0 not in grid:
         backward_kernels.d_keys[grid](
-            *given, d_k, d_v, *steps, steps_of(d_k), steps_of(d_v), *rest, shape.group, spec.scale, **told
-        )
+            *given, d_k, d_v, *steps, steps_of(d_k), steps_of(d_v), *rest, shape.group, spec.scale,
+            **told, **sizes(shape, choice.tile), **choice.options,
+        )  # fmt: skip
     d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
-    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, tile, given))
+    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, chosen(Pass.ARRAYS, shape, tile), given))
 
 
 def _delta(out: Any, d_out: Any, d_lse: Any) -> Any:

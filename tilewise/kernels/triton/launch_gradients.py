@@ -11,16 +11,17 @@ from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import functions, planned, records_of, sizes, steps_of, tensor
 from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, reads
 from tilewise.kernels.triton.source import gradients
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.kernels.triton.tuning import Choice
+from tilewise.spec import Attention, Shape
 
 _DISTANCES = 32  # of a program, and so queries at a time
 
 
-def of_arrays(spec: Attention, shape: Shape, tile: Tile, given: tuple[Any, ...]) -> tuple[Any, ...]:
+def of_arrays(spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, ...]) -> tuple[Any, ...]:
     """The gradient of every array that wants one. given: q, k, v, d_out, lse, delta."""
     made: dict[int, Any] = {}
     for read in reads(spec):
-        part = _Sum(spec, shape, tile, given, read).gradient()
+        part = _Sum(spec, shape, choice, given, read).gradient()
         made[id(read.array)] = part if id(read.array) not in made else made[id(read.array)] + part
     return tuple(made[id(slot.array)].to(tensor(slot.array, "cpu").dtype) for slot in spec.wanted)
 
@@ -28,8 +29,9 @@ def of_arrays(spec: Attention, shape: Shape, tile: Tile, given: tuple[Any, ...])
 class _Sum:
     """The sums of one read, as a kernel makes them: (batch, heads, n), and then as the array has its axes."""
 
-    def __init__(self, spec: Attention, shape: Shape, tile: Tile, given: tuple[Any, ...], read: Read) -> None:
-        self.spec, self.shape, self.tile, self.given, self.read = spec, shape, tile, given, read
+    def __init__(self, spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, ...], read: Read) -> None:
+        self.spec, self.shape, self.given, self.read = spec, shape, given, read
+        self.tile, self.options = choice.tile, choice.options
         self.device = given[0].device
         variant = modules.variant(spec, {"part": read.slope})
         self.functions = functions(variant, "score", "mask", "part")
@@ -50,8 +52,9 @@ class _Sum:
         grid, *rest = planned(self.spec, s, self.tile, self.given[0])
         if 0 not in grid:
             gradients.of_rows[grid](
-                *self.given, sums, *self.steps, *rest, s.group, self.spec.scale, **self.functions, **sizes(s, self.tile)
-            )
+                *self.given, sums, *self.steps, *rest, s.group, self.spec.scale,
+                **self.functions, **self.options, **sizes(s, self.tile),
+            )  # fmt: skip
         return sums, None
 
     def _columns(self) -> tuple[Any, Any]:
@@ -61,7 +64,7 @@ class _Sum:
         if tiles and s.heads and batch:
             gradients.of_columns[(tiles, s.heads, batch)](
                 *self.given, sums, *self.steps, steps_of(sums), *rest, s.group, self.spec.scale,
-                **self.functions, **sizes(s, self.tile),
+                **self.functions, **self.options, **sizes(s, self.tile),
             )  # fmt: skip
         return sums, None
 
@@ -75,7 +78,7 @@ class _Sum:
             told = {name: x for name, x in sizes(s, self.tile).items() if not name.startswith("TILE")}
             gradients.of_distances[grid](
                 *self.given, sums, *self.steps, steps_of(sums), record, loaded, s.group, self.spec.scale, least, count,
-                **self.functions, TILE=_DISTANCES, **told,
+                **self.functions, **self.options, TILE=_DISTANCES, **told,
             )  # fmt: skip
         axis, index = next((i, x) for i, x in enumerate(self.read.node.args) if x.op not in ("const", "var"))
         size = self.read.array.shape[axis]
@@ -93,7 +96,7 @@ class _Sum:
             record, loaded = records_of(self.spec, s, self.given[0])
             gradients.of_pairs[grid](
                 *self.given, grad, *self.steps, steps_of(grad), record, loaded, s.group, self.spec.scale, key_tiles,
-                kept[1], s.batch // kept[0], s.heads // kept[1], **self.functions, **sizes(s, tile),
+                kept[1], s.batch // kept[0], s.heads // kept[1], **self.functions, **self.options, **sizes(s, tile),
             )  # fmt: skip
         whole = torch.zeros(shape, dtype=torch.float32, device=self.device)
         order = [grad.shape[("B", "H").index(name)] if name else 1 for name in outer]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,9 @@ _lock = Lock()
 
 def is_interpreted() -> bool:
     """Whether this process runs Triton's functions by its interpreter, on a CPU: TRITON_INTERPRET=1 says so."""
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
+    if "triton" in sys.modules:
+        return bool(sys.modules["triton"].knobs.runtime.interpret)
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def variant(spec: Attention, extra: dict[str, Expr] | None = None) -> ModuleType | None:

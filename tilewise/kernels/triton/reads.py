@@ -87,9 +87,11 @@ def _depends_on_distance(expr: Expr) -> bool:
             forms[node] = (float(node.payload == "Q"), float(node.payload == "K"))
         elif node.op in ("add", "sub") and None not in args:
             sign = 1 if node.op == "add" else -1
-            forms[node] = tuple(x + sign * y for x, y in zip(*args, strict=True))  # type: ignore[arg-type]
+            (a, b), (c, d) = args[0] or (0, 0), args[1] or (0, 0)
+            forms[node] = a + sign * c, b + sign * d
         elif node.op in ("neg", "float") and None not in args:
-            forms[node] = tuple((-x if node.op == "neg" else x) for x in args[0])  # type: ignore[union-attr]
+            (a, b), sign = args[0] or (0, 0), -1 if node.op == "neg" else 1
+            forms[node] = sign * a, sign * b
         elif all(form is not None and form[0] + form[1] == 0 for form in args):
             forms[node] = (0.0, 0.0)
         else:

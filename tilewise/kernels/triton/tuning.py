@@ -1,0 +1,66 @@
+"""Tiles, warps and stages of every kernel, by the size of heads: a table, so that no first call tries anything out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from tilewise.spec import Shape, Tile
+
+_LEAST = 16  # queries or keys of a tile, as tensor cores take them
+
+
+class Pass(Enum):
+    FORWARD = "forward"
+    D_QUERY = "d_query"
+    D_KEYS = "d_keys"
+    ARRAYS = "arrays"
+
+
+@dataclass(frozen=True)
+class Choice:
+    tile: Tile
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As a launch takes them."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
+# By the larger head dimension, up to a power of 2. Those of half precision; float32 takes those of twice the size.
+_TABLE: dict[Pass, dict[int, Choice]] = {
+    Pass.FORWARD: {
+        64: Choice(Tile(128, 128), 8, 3), 128: Choice(Tile(128, 128), 8, 2), 256: Choice(Tile(128, 64), 8, 2),
+        512: Choice(Tile(32, 32), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+    },
+    Pass.D_QUERY: {
+        64: Choice(Tile(128, 64), 8, 2), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 32), 8, 2),
+        512: Choice(Tile(32, 16), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+    },
+    Pass.D_KEYS: {
+        64: Choice(Tile(64, 128), 8, 2), 128: Choice(Tile(64, 128), 8, 2), 256: Choice(Tile(32, 64), 8, 1),
+        512: Choice(Tile(16, 32), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+    },
+    Pass.ARRAYS: {
+        64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 64), 8, 2), 256: Choice(Tile(32, 32), 4, 1),
+        512: Choice(Tile(16, 16), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+    },
+}  # fmt: skip
+
+
+def chosen(kind: Pass, shape: Shape, tile: Tile | None = None) -> Choice:
+    """For calls of this shape; a tile that was asked for is taken as near as it comes below."""
+    size = max(shape.d, shape.d_v) * (2 if shape.dtype == "float32" else 1)
+    found = next(choice for limit, choice in _TABLE[kind].items() if size <= limit)
+    if tile is None:
+        return found
+    fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
+    return Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
+
+
+def _at_most(wanted: int, most: int) -> int:
+    """A power of 2."""
+    return max(_LEAST, min(most, 1 << (wanted.bit_length() - 1)))
