@@ -158,9 +158,9 @@ def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None, device:
     """Every gradient of one case is within the contract, for a gradient of lse as well as of out."""
     host = case.inputs().call()
     call = on_device(host, device)
-    pulled = [x if device == "cpu" else _copied(x, device) for x in gradients_to_pull(host)]
+    d_out, d_lse = (x if device == "cpu" else _copied(x, device) for x in gradients_to_pull(host))
     saved = kernel.forward(call.spec, call.q, call.k, call.v, tile)
-    got = backward_results(kernel.backward(call.spec, call.q, call.k, call.v, saved, *pulled, tile))
+    got = backward_results(kernel.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse, tile))
     return max(_check_case(case, _backward_of(case), {what: on_host(x) for what, x in got.items()}).values())
 
 

@@ -67,7 +67,7 @@ class System:
     module: str
     attribute: str
     rungs: tuple[str, ...] = ()
-    simulates: bool = False  # on the CPU what another system computes: taken only if named
+    only_if_named: bool = False  # it simulates another, or was not proven on a GPU yet: `auto` never takes it
 
 
 _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
@@ -75,17 +75,17 @@ SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", _CUDA_RUNGS),
-    System("triton", "tilewise.kernels.triton", "TritonKernel"),
-    System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, simulates=True),
+    System("triton", "tilewise.kernels.triton", "TritonKernel", only_if_named=True),
+    System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )
-NAMES = tuple(system.name for system in SYSTEMS if not system.simulates)
-SIMULATORS = tuple(system.name for system in SYSTEMS if system.simulates)
+NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
+ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 
 
 def simulated_rungs() -> tuple[str, ...]:
     """Every rung that a simulator can run."""
-    return tuple(name for name, system in _RUNGS.items() if system.simulates)
+    return tuple(name for name, system in _RUNGS.items() if system.name == "cuda-sim")
 
 
 @cache
@@ -112,8 +112,10 @@ def check_name(name: Any) -> None:
     """Refuse what is not the name of a kernel system."""
     if not isinstance(name, str):
         raise TypeError(f"kernel: expected one of {', '.join(('auto', *NAMES))}, got {name!r}")
-    if name not in ("auto", *NAMES, *SIMULATORS, *_RUNGS):
-        raise ValueError(f"kernel: expected one of {', '.join(('auto', *NAMES, *SIMULATORS, *_RUNGS))}, got {name!r}")
+    if name not in ("auto", *NAMES, *ONLY_IF_NAMED, *_RUNGS):
+        raise ValueError(
+            f"kernel: expected one of {', '.join(('auto', *NAMES, *ONLY_IF_NAMED, *_RUNGS))}, got {name!r}"
+        )
 
 
 def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:

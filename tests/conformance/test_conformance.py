@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 # The simulated kernels one by one: each is a text of its own.
-SYSTEMS = (*(name for name in dispatch.NAMES if name != "cuda"), *dispatch.simulated_rungs())
+SYSTEMS = (*(name for name in dispatch.NAMES if name != "cuda"), "triton", *dispatch.simulated_rungs())
 
 # Case by case, so that what is expected of a case is computed once for all systems.
 RUNS = [

@@ -34,8 +34,8 @@ def run(args: argparse.Namespace) -> int:
     reasons = {name: dispatch.kernel(name).unavailable() for name in dispatch.NAMES}
     for name, reason in reasons.items():
         _tell(name, reason)
-    print("\nsimulators, taken only if named")
-    for name in dispatch.SIMULATORS:
+    print("\ntaken only if named")
+    for name in dispatch.ONLY_IF_NAMED:
         _tell(name, dispatch.kernel(name).unavailable())
     print("\noptional packages")
     for package, use in (
