@@ -53,7 +53,7 @@ def _values(mask: Expr | None, score: Expr | None, shape: Shape = SHAPE) -> tupl
     return s, scores, conditions
 
 
-def _numpy_values(expr: Expr, s: Array, shape: Shape = SHAPE) -> Array:
+def numpy_values(expr: Expr, s: Array, shape: Shape = SHAPE) -> Array:
     b, h, q, k = np.ix_(*(np.arange(n) for n in s.shape))
     with np.errstate(all="ignore"):
         return np.broadcast_to(evaluate(expr, {**shape.env(b, h, q, k), "S": s}, numpy_ops(np.float32)), s.shape)
@@ -83,7 +83,7 @@ EXPRESSIONS: dict[str, Expr] = {
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_values_are_numpys(name: str) -> None:
     s, scores, _ = _values(None, EXPRESSIONS[name])
-    np.testing.assert_allclose(scores, _numpy_values(EXPRESSIONS[name], s), rtol=3e-6, atol=3e-6)
+    np.testing.assert_allclose(scores, numpy_values(EXPRESSIONS[name], s), rtol=3e-6, atol=3e-6)
 
 
 MASKS: dict[str, Expr] = {
@@ -102,7 +102,7 @@ MASKS: dict[str, Expr] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_conditions_are_numpys(name: str) -> None:
     s, _, conditions = _values(MASKS[name], None)
-    assert np.array_equal(conditions, _numpy_values(MASKS[name], s))
+    assert np.array_equal(conditions, numpy_values(MASKS[name], s))
     assert 0 < conditions.mean() <= 1
 
 
@@ -115,7 +115,7 @@ def test_random_expressions_are_numpys() -> None:
         drawn = Expressions(dice.below, lambda kind, dice=dice: Loaded(dice.one_of(pools[kind])))
         mask = drawn.condition(dice.between(1, 4))
         s, _, conditions = _values(mask, None)
-        different = conditions != _numpy_values(mask, s)
+        different = conditions != numpy_values(mask, s)
         floats = any(op in repr(mask) for op in ("exp", "log", "tanh", "/", "."))  # may round to another side
         assert different.mean() <= (0.02 if floats else 0), f"seed {seed}: {mask!r}"
 
@@ -191,4 +191,4 @@ def test_more_bounds_than_constants_have_room() -> None:
         mask = mask | (K == first) | ((K > Q + first) & (K < Q + first + 2))
     assert len(variant(mask, None).constants) == MAX_CONSTANTS
     s, _, conditions = _values(mask, None)
-    assert np.array_equal(conditions, _numpy_values(mask, s))
+    assert np.array_equal(conditions, numpy_values(mask, s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from tilewise.derivative import ONE, score_slopes
@@ -19,6 +20,8 @@ from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 _ROWS = 64  # of a program that computes delta
 
 
+# Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
+@np.errstate(all="ignore")
 def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Partial:
     """Attention on (batch, heads, n, d) tensors."""
     shape = Shape.of(spec, q, k, v)
@@ -36,6 +39,7 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Parti
     return Partial(out, lse)
 
 
+@np.errstate(all="ignore")
 def backward(
     spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None
 ) -> Grads:

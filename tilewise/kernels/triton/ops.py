@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewise import arrays
@@ -12,6 +12,7 @@ from tilewise.walking import OpTable, evaluate
 
 VARIABLES = ("B", "H", "HK", "Q", "K", "QP", "KP", "NQ", "NK")
 _GIVEN = ", ".join(("S", *VARIABLES, "arrays", "sizes", "steps"))
+_VARYING = ("S", "Q", "K", "QP", "KP")
 _INT, _FLOAT, _BOOL = "int", "float", "bool"
 
 
@@ -23,6 +24,7 @@ class Value:
     kind: str
     literal: bool = False
     from_array: bool = False  # such integers may have any size, so arithmetic on them takes 64 bits, as in NumPy
+    varies: bool = False  # within a tile
 
 
 def function(name: str, expr: Expr, slots: Sequence[Loaded]) -> str:
@@ -35,7 +37,7 @@ def function(name: str, expr: Expr, slots: Sequence[Loaded]) -> str:
 
 class _Variables(dict[str, Value]):
     def __missing__(self, name: str) -> Value:
-        return Value(name, _FLOAT if name == "S" else _INT)
+        return Value(name, _FLOAT if name == "S" else _INT, varies=name in _VARYING)
 
 
 @dataclass(eq=False)
@@ -47,7 +49,13 @@ class _Writer:
 
     def value(self, text: str, kind: str, *of: Value) -> Value:
         name = self.names.setdefault(text, f"x{len(self.names)}")
-        return Value(name, kind, from_array=any(x.from_array for x in of))
+        wide = kind == _INT and any(x.from_array for x in of)
+        return Value(name, kind, from_array=wide, varies=any(x.varies for x in of))
+
+    def condition(self, a: str, symbol: str, b: str, *of: Value) -> Value:
+        """A comparison, for every score of a tile: Triton's interpreter cannot join conditions of single numbers."""
+        spread = a if any(x.varies for x in of) else f"({a} + K * 0)"
+        return replace(self.value(f"{spread} {symbol} {b}", _BOOL), varies=True)
 
     def ops(self) -> OpTable:
         table: dict[str, Callable[..., Value]] = {op: self._comparison(symbol) for op, symbol in COMPARISONS.items()}
@@ -61,7 +69,7 @@ class _Writer:
         }  # fmt: skip
 
     def _comparison(self, symbol: str) -> Callable[[Value, Value], Value]:
-        return lambda a, b: self.value(f"{a.text} {symbol} {b.text}", _BOOL)
+        return lambda a, b: self.condition(a.text, symbol, b.text, a, b)
 
     def _arithmetic(self, op: str, symbol: str) -> Callable[[Value, Value], Value]:
         def combine(a: Value, b: Value) -> Value:
@@ -75,11 +83,11 @@ class _Writer:
 
     def _of_floats(self, op: str, symbol: str, a: Value, b: Value) -> Value:
         if op == "div":
-            return self.value(f"tl.div_rn({_tensor(a)}, {_tensor(b)})", _FLOAT)
+            return self.value(f"tl.div_rn({_tensor(a)}, {_tensor(b)})", _FLOAT, a, b)
         if op in ("floordiv", "mod"):
-            floor = self.value(f"tl.floor(tl.div_rn({_tensor(a)}, {_tensor(b)}))", _FLOAT)
-            return floor if op == "floordiv" else self.value(f"{a.text} - {b.text} * {floor.text}", _FLOAT)
-        return self.value(f"{a.text} {symbol} {b.text}", _FLOAT)
+            floor = self.value(f"tl.floor(tl.div_rn({_tensor(a)}, {_tensor(b)}))", _FLOAT, a, b)
+            return floor if op == "floordiv" else self.value(f"{a.text} - {b.text} * {floor.text}", _FLOAT, a, b)
+        return self.value(f"{a.text} {symbol} {b.text}", _FLOAT, a, b)
 
     def _wide(self, *values: Value) -> list[str]:
         if not any(x.from_array for x in values):
@@ -90,13 +98,13 @@ class _Writer:
         return self.value(template.format(_tensor(a) if a.kind == _FLOAT else self._wide(a)[0]), a.kind, a)
 
     def _function(self, template: str) -> Callable[[Value], Value]:
-        return lambda a: self.value(template.format(_tensor(a)), _FLOAT)
+        return lambda a: self.value(template.format(_tensor(a)), _FLOAT, a)
 
     def _extreme(self, name: str) -> Callable[[Value, Value], Value]:
         def combine(a: Value, b: Value) -> Value:
             if _FLOAT in (a.kind, b.kind):  # NaN stays NaN, as in NumPy
                 text = f"tl.{name}({_tensor(a)}, {_tensor(b)}, propagate_nan=tl.PropagateNan.ALL)"
-                return self.value(text, _FLOAT)
+                return self.value(text, _FLOAT, a, b)
             left, right = self._wide(a, b)
             return self.value(f"tl.{name}({left}, {right})", _INT, a, b)
 
@@ -105,27 +113,27 @@ class _Writer:
     def _where(self, condition: Value, a: Value, b: Value) -> Value:
         if condition.literal:
             return a if condition.text == "True" else b
-        return self.value(f"tl.where({condition.text}, {a.text}, {b.text})", a.kind, a, b)
+        return self.value(f"tl.where({condition.text}, {a.text}, {b.text})", a.kind, condition, a, b)
 
     def _and(self, a: Value, b: Value) -> Value:
         for x, other in ((a, b), (b, a)):
             if x.literal:
                 return other if x.text == "True" else x
-        return self.value(f"{a.text} & {b.text}", _BOOL)
+        return self.value(f"{a.text} & {b.text}", _BOOL, a, b)
 
     def _or(self, a: Value, b: Value) -> Value:
         for x, other in ((a, b), (b, a)):
             if x.literal:
                 return x if x.text == "True" else other
-        return self.value(f"{a.text} | {b.text}", _BOOL)
+        return self.value(f"{a.text} | {b.text}", _BOOL, a, b)
 
     def _not(self, a: Value) -> Value:
         if a.literal:
             return Value(str(a.text != "True"), _BOOL, literal=True)
-        return self.value(f"{a.text} == 0", _BOOL)
+        return self.value(f"{a.text} == 0", _BOOL, a)
 
     def _float(self, a: Value) -> Value:
-        return _constant(float(a.text.strip("()"))) if a.literal else self.value(_tensor(a), _FLOAT)
+        return _constant(float(a.text.strip("()"))) if a.literal else self.value(_tensor(a), _FLOAT, a)
 
     def _load(self, slot: Loaded, *index: Value) -> Value:
         """A cell; indices are clamped to the array, so that nothing is ever read outside it."""
@@ -133,16 +141,16 @@ class _Writer:
         offsets = "".join(f" + {self._offset(number, axis, i).text}" for axis, i in enumerate(index))
         cell = f"tl.load(arrays[{number}]{offsets})"
         if kind == _BOOL:
-            return self.value(f"{cell} != 0", _BOOL)
+            return self.condition(cell, "!=", "0", *index)
         wide = arrays.dtype_name(slot.array) == "int64"
         type_ = "tl.float32" if kind == _FLOAT else "tl.int64" if wide else "tl.int32"
-        return Value(self.value(f"{cell}.to({type_})", kind).text, kind, from_array=kind == _INT)
+        return replace(self.value(f"{cell}.to({type_})", kind, *index), from_array=kind == _INT)
 
     def _offset(self, number: int, axis: int, index: Value) -> Value:
         if index.literal and index.text == "0":
             return Value("0", _INT, literal=True)
-        clamped = self.value(f"tl.minimum(tl.maximum({index.text}, 0), sizes[{number}][{axis}] - 1)", _INT)
-        return self.value(f"tl.cast({clamped.text}, tl.int64) * steps[{number}][{axis}]", _INT)
+        clamped = self.value(f"tl.minimum(tl.maximum({index.text}, 0), sizes[{number}][{axis}] - 1)", _INT, index)
+        return self.value(f"tl.cast({clamped.text}, tl.int64) * steps[{number}][{axis}]", _INT, index)
 
 
 _FUNCTIONS = {"exp": "tl.exp({0})", "log": "tl.log({0})", "tanh": "tanh({0})"}
