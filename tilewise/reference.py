@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,12 @@ def backward(
             else:  # an array of no dimensions
                 grad += contribution.sum()
     return Grads(store(d_q), store(d_k), store(d_v), d_sinks, tuple(d_arrays.values()))
+
+
+def values(expr: Expr, env: Mapping[str, Any]) -> Array:
+    """What an expression without S is at these places, in float32."""
+    made: Array = np.asarray(evaluate(expr, env, numpy_ops(np.float32)))
+    return made
 
 
 def weights(spec: Attention, q: Any, k: Any, rows: Array) -> Array:

@@ -60,7 +60,7 @@ class TritonKernel:
 
         held = Partial(_tensor(saved.out), _tensor(saved.lse))
         d_lse = None if d_lse is None else _tensor(d_lse)
-        grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _tensor(d_out), d_lse, tile)
+        grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _as_result(d_out, q), d_lse, tile)
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
         wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
         return Grads(_like(grads.q, q), _like(grads.k, k), _like(grads.v, v), sinks, wanted)
@@ -68,6 +68,12 @@ class TritonKernel:
 
 def _tensor(x: Any) -> Any:
     return x if arrays.is_torch(x) else arrays.as_tensor(x)
+
+
+def _as_result(d_out: Any, q: Any) -> Any:
+    """A gradient of the output in its type, numbers of a row side by side."""
+    d_out = _tensor(d_out).to(_tensor(q).dtype)
+    return d_out if d_out.stride(-1) == 1 else d_out.contiguous()
 
 
 def _like(result: Any, template: Any) -> Any:

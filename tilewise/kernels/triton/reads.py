@@ -11,9 +11,9 @@ import numpy as np
 from tilewise.arrays import Array
 from tilewise.derivative import score_slopes
 from tilewise.expr import Expr, S
-from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.reference import values
 from tilewise.spec import Attention, Shape
-from tilewise.walking import evaluate, nodes, variables
+from tilewise.walking import nodes, variables
 
 _HEADS = ("B", "H", "HK")
 _QUERIES, _KEYS = frozenset(("Q", "QP")), frozenset(("K", "KP"))
@@ -104,5 +104,5 @@ def cells_of_distances(index: Expr, shape: Shape, size: int, least: int, count: 
     """The cell along the axis of this index for every distance q - k, counted within the call."""
     distance = np.arange(least, least + count)
     env = shape.env(0, 0, np.maximum(distance, 0), np.maximum(-distance, 0))
-    cells: Array = np.broadcast_to(evaluate(index, env, numpy_ops(np.float32)), distance.shape)
-    return np.clip(cells, 0, size - 1)
+    cells: Array = np.clip(np.broadcast_to(values(index, env), distance.shape), 0, size - 1)
+    return cells
