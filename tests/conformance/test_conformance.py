@@ -48,13 +48,15 @@ RUNS = [
 ]
 
 
-def _kernel(name: str, case: Case, backward: bool) -> Kernel | None:
+def _kernel(name: str, case: Case, backward: bool, device: str = "cpu") -> Kernel | None:
     """The kernel, or None if it refuses this case, which is then checked to raise."""
     kernel = dispatch.kernel(name)
     reason = kernel.unavailable()
+    if device != "cpu" and not pytest.importorskip("torch").cuda.is_available():
+        reason = "there is no NVIDIA GPU"
     if reason is not None:
         pytest.skip(f"{name} cannot run on this machine: {reason}")
-    call = case.inputs().call()
+    call = on_device(case.inputs().call(), device)
     shape = replace(call.shape, backward=backward)
     if kernel.unsupported(call.spec, shape) is None:
         return kernel
@@ -71,11 +73,7 @@ GPU_RUNGS = (*(f"cuda/{rung}" for rung in ("naive", "tiled", "forward_sm90")), "
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
 @pytest.mark.parametrize("name", GPU_RUNGS)
 def test_forward_on_a_gpu(name: str, case: Case) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU here")
-    kernel = _on_a_gpu(name, case, backward=False)
+    kernel = _kernel(name, case, backward=False, device="cuda:0")
     for tile in (None, Tile(32, 48), Tile(61, 16)) if kernel is not None else ():
         check_forward(kernel, case, tile, device="cuda:0")
 
@@ -83,26 +81,9 @@ def test_forward_on_a_gpu(name: str, case: Case) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
 def test_backward_on_a_gpu(case: Case) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU here")
-    kernel = _on_a_gpu("triton", case, backward=True)
+    kernel = _kernel("triton", case, backward=True, device="cuda:0")
     for tile in (None, Tile(32, 48)) if kernel is not None else ():
         check_backward(kernel, case, tile, device="cuda:0")
-
-
-def _on_a_gpu(name: str, case: Case, backward: bool) -> Kernel | None:
-    """The kernel, or None if it refuses this case, which is then checked to raise."""
-    kernel = dispatch.kernel(name)
-    assert kernel.unavailable() is None
-    call = on_device(case.inputs().call(), "cuda:0")
-    shape = replace(call.shape, backward=backward)
-    if kernel.unsupported(call.spec, shape) is None:
-        return kernel
-    with pytest.raises(tw.Unsupported, match=name):
-        dispatch.resolve(name, call.spec, shape)
-    return None
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
