@@ -75,7 +75,7 @@ SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", _CUDA_RUNGS),
-    System("triton", "tilewise.kernels.triton", "TritonKernel", only_if_named=True),
+    System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",), only_if_named=True),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)

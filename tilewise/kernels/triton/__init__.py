@@ -21,8 +21,11 @@ MOST_D = 512
 class TritonKernel:
     """On CUDA tensors of PyTorch; by Triton's interpreter (TRITON_INTERPRET=1) on arrays in main memory."""
 
-    name = "triton"
     summary = "Triton, on the GPUs that it serves"
+
+    def __init__(self, rung: str | None = None) -> None:
+        self.name = "triton" if rung is None else f"triton/{rung}"
+        self.basic = rung == "basic"
 
     def unavailable(self) -> str | None:
         if _missing():
@@ -37,6 +40,8 @@ class TritonKernel:
         return "PyTorch finds no GPU, or was built without CUDA; TRITON_INTERPRET=1 runs it on a CPU, slowly"
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        if self.basic and shape.backward:
+            return "it is a first exercise, without a backward pass; kernel='triton' has one"
         if is_interpreted():
             return host.unsupported(shape) or _unsupported(spec, shape)
         if not shape.device.startswith("cuda"):
@@ -49,7 +54,7 @@ class TritonKernel:
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 
-        done = forward(spec, _tensor(q), _tensor(k), _tensor(v), tile)
+        done = forward(spec, _tensor(q), _tensor(k), _tensor(v), tile, self.basic)
         return Partial(_like(done.out, q), _like(done.lse, q))
 
     def backward(

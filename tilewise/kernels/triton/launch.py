@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,19 @@ import torch
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import S
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import functions, planned, power_of_2, sizes, steps_of, stored_as, tensor
+from tilewise.kernels.triton.arguments import (
+    functions,
+    loaded_by,
+    planned,
+    power_of_2,
+    sizes,
+    steps_of,
+    stored_as,
+    tensor,
+)
 from tilewise.kernels.triton.launch_gradients import of_arrays
 from tilewise.kernels.triton.source import backward as backward_kernels
+from tilewise.kernels.triton.source import basic as basic_kernel
 from tilewise.kernels.triton.source import forward as forward_kernels
 from tilewise.kernels.triton.tuning import Pass, chosen
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -22,18 +33,21 @@ _ROWS = 64  # of a program that computes delta
 
 # Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
 @np.errstate(all="ignore")
-def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None) -> Partial:
-    """Attention on (batch, heads, n, d) tensors."""
+def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: bool = False) -> Partial:
+    """Attention on (batch, heads, n, d) tensors. basic: by the kernel that has one query a program, and no plan."""
     shape = Shape.of(spec, q, k, v)
     out = torch.empty_strided(*stored_as(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
     choice = chosen(Pass.FORWARD, shape, tile)
-    grid, *rest = planned(spec, shape, choice.tile, q)
+    if basic:
+        choice = replace(choice, tile=Tile(1, choice.tile.k))
+    grid, *rest = planned(replace(spec, mask=None, score=None) if basic else spec, shape, choice.tile, q)
     if 0 not in grid:
-        forward_kernels.forward[grid](
-            q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest, shape.group, spec.scale,
-            **functions(modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
+        kernel = basic_kernel.basic if basic else forward_kernels.forward
+        kernel[grid](
+            q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest[:-1], loaded_by(spec, q), shape.group,
+            spec.scale, **functions(modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
             **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     return Partial(out, lse)
