@@ -46,12 +46,12 @@ def _fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "numpy", *dispatch.simulated_rungs()])
+@pytest.mark.parametrize("kernel", ["cpu", "numpy", "triton", *dispatch.simulated_rungs()])
 def test_random_calls(kernel: str) -> None:
     reason = dispatch.kernel(kernel).unavailable()
     if reason is not None:
         pytest.skip(f"{kernel} cannot run on this machine: {reason}")
-    cases = "25" if kernel in dispatch.simulated_rungs() else "300"  # each of theirs is compiled first
+    cases = "300" if kernel in ("cpu", "numpy") else "25"  # each of the others' is compiled first, or interpreted
     pool = ["--pool", "8"] if kernel.endswith("forward_sm90") else []  # that takes a second or more
     done = _fuzz("--kernel", kernel, "--cases", cases, *pool)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -82,11 +82,11 @@ def as_numpy(x: Any) -> Array:
 
 
 def as_tensor(x: Array) -> Any:
-    """The same memory as a PyTorch tensor, copied only if its strides are negative."""
+    """The same memory as a PyTorch tensor, copied only if it has no such strides: negative, or between two numbers."""
     if compiling():
         return sys.modules["torch"].from_numpy(x)
     x = as_numpy(x)
-    if any(step < 0 for step in x.strides):
+    if any(step < 0 or step % x.itemsize for step in x.strides):
         x = x.copy()
     return _share(x if x.flags.writeable else _as_writable(x))
 

@@ -63,7 +63,7 @@ class TritonKernel:
     ) -> Grads:  # fmt: skip
         from tilewise.kernels.triton.launch import backward
 
-        held = Partial(_tensor(saved.out), _tensor(saved.lse))
+        held = Partial(_as_result(saved.out, q), _tensor(saved.lse).contiguous())  # another system may have saved them
         d_lse = None if d_lse is None else _tensor(d_lse)
         grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _as_result(d_out, q), d_lse, tile)
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
@@ -75,10 +75,10 @@ def _tensor(x: Any) -> Any:
     return x if arrays.is_torch(x) else arrays.as_tensor(x)
 
 
-def _as_result(d_out: Any, q: Any) -> Any:
-    """A gradient of the output in its type, numbers of a row side by side."""
-    d_out = _tensor(d_out).to(_tensor(q).dtype)
-    return d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+def _as_result(x: Any, q: Any) -> Any:
+    """An output, or the gradient of one, in its type, numbers of a row side by side."""
+    x = _tensor(x).to(_tensor(q).dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _like(result: Any, template: Any) -> Any:
