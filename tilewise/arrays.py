@@ -165,6 +165,11 @@ def strides_as(q: Any, v: Any) -> tuple[int, ...]:
     return (n * heads * d, d, heads * d, 1) if q.stride(1) < q.stride(2) else (heads * n * d, n * d, d, 1)
 
 
+def stored_as(q: Any, v: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes and steps of the result for tensors."""
+    return (*q.shape[:3], v.shape[3]), strides_as(q, v)
+
+
 def place_of(array: Any, known: list[Any]) -> int:
     """Where an array is among those that are known, told by identity; a new one joins them."""
     for i, x in enumerate(known):

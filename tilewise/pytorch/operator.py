@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch, validate, wire
-from tilewise.arrays import strides_as
+from tilewise.arrays import stored_as, strides_as
 from tilewise.pytorch import autograd, ready, vmap
 from tilewise.pytorch.ready import Kept, Ready, are_aligned, layout
 from tilewise.spec import Attention, Partial, Shape
@@ -74,7 +74,7 @@ def make_ready(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any
         return None
     place = {id(x): i for i, x in enumerate(arrays)}
     batch, heads, n, _ = q.shape
-    out = (batch, heads, n, v.shape[3]), strides_as(q, v)
+    out = stored_as(q, v)
     lse = (batch, heads, n), (heads * n, n, 1)
     return Ready(prepared, [place[id(slot.array)] for slot in held.loaded], out, lse, q)
 
@@ -152,7 +152,7 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     if all(type(n) is int for x in (q, k, v, *arrays) for n in x.shape):  # if sizes are known, mistakes show now
         _recognise(q, k, v, arrays, sinks, spec)
-    out = q.new_empty_strided((*q.shape[:3], v.shape[3]), strides_as(q, v))
+    out = q.new_empty_strided(*stored_as(q, v))
     return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from tilewise.sharing import Lock
 
-# What compiled code allocates with takes half the time; it is not there in every version.
-_on_current_gpu: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
-
 T = TypeVar("T")
 
 DEVICES = ("cuda",)  # where a launch takes less time than all that comes before it
@@ -28,14 +25,10 @@ class Ready:
     def __init__(self, prepared: Any, places: Sequence[int], out: Any, lse: Any, like: Tensor) -> None:
         self.prepared, self.places = prepared, places
         self.out, self.lse, self.dtype, self.device = out, lse, like.dtype, like.device
-        self.is_quick = self.device.type == "cuda" and _on_current_gpu is not None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        if self.is_quick and torch._C._cuda_getDevice() == self.device.index:
-            out, lse = _on_current_gpu(*self.out, self.dtype), _on_current_gpu(*self.lse, torch.float32)
-        else:
-            out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
-            lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
+        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+        lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
         addresses = [x.data_ptr() for x in (q, k, v, out, lse)]
         addresses += [arrays[i].data_ptr() for i in self.places]
         if sinks is not None:

@@ -48,7 +48,7 @@ class CudaKernel:
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         torch = sys.modules["torch"]
-        out = torch.empty_strided(*_stored_as(q, v), dtype=q.dtype, device=q.device)
+        out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         prepared = self.prepared(spec, q, k, v, tile)
         if prepared is not None:
@@ -67,7 +67,7 @@ class CudaKernel:
 
         batch, heads, n, _ = q.shape
         views = {name: View.of_torch(x) for name, x in {"q": q, "k": k, "v": v}.items()}
-        views |= {"out": View(0, *_stored_as(q, v)), "lse": View(0, (batch, heads, n), (heads * n, n, 1))}
+        views |= {"out": View(0, *arrays.stored_as(q, v)), "lse": View(0, (batch, heads, n), (heads * n, n, 1))}
         loaded = [View.of_torch(_on_device(slot.array, slot.constant, q.device)) for slot in spec.loaded]
         sinks = None if spec.sinks is None else View.of_torch(spec.sinks)
         device = q.get_device()
@@ -102,11 +102,6 @@ def _no_gpu() -> str | None:
     if torch is None:
         return "PyTorch is not imported, so nothing is on a GPU"
     return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
-
-
-def _stored_as(q: Any, v: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The output's sizes and steps: heads side by side if q has them so, as a projection leaves them, or one by one."""
-    return (*q.shape[:3], v.shape[3]), arrays.strides_as(q, v)
 
 
 def _on_device(array: Any, is_constant: bool, device: Any) -> Any:

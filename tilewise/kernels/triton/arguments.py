@@ -60,8 +60,3 @@ def sizes(shape: Shape, tile: Tile) -> dict[str, Any]:
 def power_of_2(n: int) -> int:
     """As wide as tensor cores take a matrix, at least."""
     return max(16, 1 << (n - 1).bit_length())
-
-
-def stored_as(q: Any, v: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The output's sizes and steps: heads side by side if q has them so, or one by one."""
-    return (*q.shape[:3], v.shape[3]), arrays.strides_as(q, v)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewise import arrays
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import S
 from tilewise.kernels.triton import modules
@@ -18,7 +19,6 @@ from tilewise.kernels.triton.arguments import (
     power_of_2,
     sizes,
     steps_of,
-    stored_as,
     tensor,
 )
 from tilewise.kernels.triton.launch_gradients import of_arrays
@@ -36,7 +36,7 @@ _ROWS = 64  # of a program that computes delta
 def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: bool = False) -> Partial:
     """Attention on (batch, heads, n, d) tensors. basic: by the kernel that has one query a program, and no plan."""
     shape = Shape.of(spec, q, k, v)
-    out = torch.empty_strided(*stored_as(q, v), dtype=q.dtype, device=q.device)
+    out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
     choice = chosen(Pass.FORWARD, shape, tile)

@@ -31,7 +31,12 @@ def variant(spec: Attention, extra: dict[str, Expr] | None = None) -> ModuleType
     """The functions of a variant: `mask` and `score` where it has them, and what `extra` names."""
     named = {"score": spec.score, "mask": spec.mask, **(extra or {})}
     texts = [function(name, expr, spec.loaded) for name, expr in named.items() if expr is not None]
-    return _module("\n\n".join([_OPERATIONS.read_text(), *texts])) if texts else None
+    return _module("\n\n".join([_operations(), *texts])) if texts else None
+
+
+@cache
+def _operations() -> str:
+    return _OPERATIONS.read_text()
 
 
 @cache

@@ -8,23 +8,15 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.tiles import (
-    FIRST,
-    FIRST_RUN,
-    K_BEGIN,
-    N_K,
-    N_Q,
-    N_RUNS,
-    Q_BEGIN,
     at_scores,
     exponential,
     finite,
     load_rows,
     matrix,
     narrow,
-    place_of,
-    record_of,
     scores,
     store_rows,
+    tile_of,
 )
 
 
@@ -52,21 +44,24 @@ def prepare(
 
 @triton.jit
 def weights(
-    product, d_p, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
-):  # fmt: skip
-    """p, d_score and d_s of a tile, from q k^T and d_out v^T; queries down and keys across, or the other way round."""
+    product, d_p, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale, SCORE: tl.constexpr, MASK: tl.constexpr
+):
+    """p and d_score of a tile, from q k^T and d_out v^T; queries down and keys across, or the other way round."""
     # 3 score
     # 4 mask (PARTIAL tiles only)
     s = scores(product, query, key, kind, n_q, n_k, place, loaded, scale, SCORE, MASK)
     # 5 p, from the lse that forward saved
     p = exponential(s - lse)
-    d_score = p * (d_p - delta)
-    d_s = d_score
-    if SLOPE is not None:  # a key of weight 0 passes nothing on, whatever its slope
+    return p, p * (d_p - delta)
+
+
+@triton.jit
+def passed_on(d_score, SLOPE: tl.constexpr, product, query, key, place, loaded, scale):
+    """d_score times a derivative of the score; a key of weight 0 passes nothing on, whatever its slope."""
+    if SLOPE is not None:
         slope = at_scores(SLOPE, product * scale, query, key, place, loaded)
-        d_s = tl.where(d_score == 0, 0.0, d_score * slope)
-    return p, d_score, d_s
+        d_score = tl.where(d_score == 0, 0.0, d_score * slope)
+    return d_score
 
 
 @triton.jit
@@ -87,21 +82,17 @@ def d_query(
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    record = record_of(records, record_steps, tl.program_id(0), b, h)
-    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
-    place = place_of(record, b, h, group)
+    first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
     k = matrix(k, k_steps, b, h // group, k_begin)
     v = matrix(v, v_steps, b, h // group, k_begin)
     # 1 load q, d_out, lse, delta
-    query = tl.load(record + FIRST) + tl.arange(0, TILE_Q)
+    query = first + tl.arange(0, TILE_Q)
     q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
     d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
     row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
     acc = tl.zeros([TILE_Q, DEPTH], tl.float32)
     # for each kv tile of the schedule:
-    first_run = tl.load(record + FIRST_RUN)
-    for run in range(first_run, first_run + tl.load(record + N_RUNS)):
+    for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
@@ -110,10 +101,11 @@ def d_query(
             # 2 s = q @ k.T
             product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
             d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
-            _, _, d_s = weights(
+            _p, d_score = weights(
                 product, d_p, row_lse[:, None], row_delta[:, None], query[:, None], key[None, :], kind, n_q, n_k, place,
-                loaded, scale, SCORE, MASK, SLOPE,
+                loaded, scale, SCORE, MASK,
             )  # fmt: skip
+            d_s = passed_on(d_score, SLOPE, product, query[:, None], key[None, :], place, loaded, scale)
             # 6 d_q += d_s @ k
             acc = tl.dot(narrow(d_s, k_tile.dtype).to(DOT), k_tile.to(DOT), acc, input_precision=PRECISION)
     store_rows(matrix(d_q, d_q_steps, b, h, q_begin), d_q_steps[2], query, n_q, acc * scale, D, DEPTH)
@@ -128,21 +120,17 @@ def d_keys(
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     hk, b = tl.program_id(1), tl.program_id(2)
-    record = record_of(records, record_steps, tl.program_id(0), b, hk * group)
-    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
+    first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, hk * group, group)
     # 1 load k, v
-    key = tl.load(record + FIRST) + tl.arange(0, TILE_K)
+    key = first + tl.arange(0, TILE_K)
     k_tile = load_rows(matrix(k, k_steps, b, hk, k_begin), k_steps[2], key, n_k, D, DEPTH)
     v_tile = load_rows(matrix(v, v_steps, b, hk, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
     acc_k = tl.zeros([TILE_K, DEPTH], tl.float32)
     acc_v = tl.zeros([TILE_K, COLUMNS], tl.float32)
     for h in range(hk * group, (hk + 1) * group):
-        of_head = record_of(records, record_steps, tl.program_id(0), b, h)
-        place = place_of(of_head, b, h, group)
+        first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
         # for each q tile of the schedule:
-        first_run = tl.load(of_head + FIRST_RUN)
-        for run in range(first_run, first_run + tl.load(of_head + N_RUNS)):
+        for run in range(first_run, last_run):
             kind = tl.load(runs + run * 3 + 2)
             for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
                 query = tile * TILE_Q + tl.arange(0, TILE_Q)
@@ -153,10 +141,11 @@ def d_keys(
                 # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
                 product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
                 d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
-                p, _, d_s = weights(
+                p, d_score = weights(
                     product, d_p, row_lse[None, :], row_delta[None, :], query[None, :], key[:, None], kind, n_q, n_k,
-                    place, loaded, scale, SCORE, MASK, SLOPE,
+                    place, loaded, scale, SCORE, MASK,
                 )  # fmt: skip
+                d_s = passed_on(d_score, SLOPE, product, query[None, :], key[:, None], place, loaded, scale)
                 # 6 d_v += p.T @ d_out, d_k += d_s.T @ q
                 p = narrow(p, d_out_tile.dtype).to(DOT)
                 acc_v = tl.dot(p, d_out_tile.to(DOT), acc_v, input_precision=PRECISION)

@@ -6,20 +6,14 @@ import triton.language as tl
 
 from tilewise.kernels.triton.source.forward import with_sink
 from tilewise.kernels.triton.source.tiles import (
-    FIRST,
-    K_BEGIN,
-    N_K,
-    N_Q,
     PARTIAL,
-    Q_BEGIN,
     exponential,
     finite,
     load_rows,
     matrix,
     narrow,
-    place_of,
-    record_of,
     scores,
+    tile_of,
 )
 
 
@@ -32,10 +26,7 @@ def basic(
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    record = record_of(records, record_steps, tl.program_id(0), b, h)
-    n_q, n_k, query = tl.load(record + N_Q), tl.load(record + N_K), tl.load(record + FIRST)
-    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
-    place = place_of(record, b, h, group)
+    query, q_begin, k_begin, n_q, n_k, _, _, place = tile_of(records, record_steps, b, h, group)
     k, v = matrix(k, k_steps, b, h // group, k_begin), matrix(v, v_steps, b, h // group, k_begin)
     column, column_v = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
 

@@ -4,22 +4,14 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.tiles import (
-    FIRST,
-    FIRST_RUN,
-    K_BEGIN,
-    N_K,
-    N_Q,
-    N_RUNS,
-    Q_BEGIN,
     exponential,
     finite,
     load_rows,
     matrix,
     narrow,
-    place_of,
-    record_of,
     scores,
     store_rows,
+    tile_of,
 )
 
 
@@ -32,22 +24,17 @@ def forward(
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    record = record_of(records, record_steps, tl.program_id(0), b, h)
-    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    place = place_of(record, b, h, group)
-    q = matrix(q, q_steps, b, h, tl.load(record + Q_BEGIN))
-    k = matrix(k, k_steps, b, h // group, tl.load(record + K_BEGIN))
-    v = matrix(v, v_steps, b, h // group, tl.load(record + K_BEGIN))
+    first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
+    k, v = matrix(k, k_steps, b, h // group, k_begin), matrix(v, v_steps, b, h // group, k_begin)
 
     # 1 load q
-    query = tl.load(record + FIRST) + tl.arange(0, TILE_Q)
-    q_tile = load_rows(q, q_steps[2], query, n_q, D, DEPTH)
+    query = first + tl.arange(0, TILE_Q)
+    q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
     # for each kv tile of the schedule:
-    first_run = tl.load(record + FIRST_RUN)
-    for run in range(first_run, first_run + tl.load(record + N_RUNS)):
+    for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
@@ -78,9 +65,9 @@ def forward(
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))
         weight = weight * tl.exp(done - finite(joint))
         done = joint
-    store_rows(matrix(out, out_steps, b, h, tl.load(record + Q_BEGIN)), out_steps[2], query, n_q, acc * weight[:, None],
+    store_rows(matrix(out, out_steps, b, h, q_begin), out_steps[2], query, n_q, acc * weight[:, None],
                D_V, COLUMNS)  # fmt: skip
-    tl.store(matrix(lse, lse_steps, b, h, tl.load(record + Q_BEGIN)) + query, done, mask=query < n_q)
+    tl.store(matrix(lse, lse_steps, b, h, q_begin) + query, done, mask=query < n_q)
 
 
 @triton.jit

@@ -7,22 +7,8 @@ pairs of one distance (relative tables). Each sum has one program, so its order 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.source.backward import saved_of, weights
-from tilewise.kernels.triton.source.tiles import (
-    FIRST,
-    FIRST_RUN,
-    K_BEGIN,
-    N_K,
-    N_Q,
-    N_RUNS,
-    PARTIAL,
-    Q_BEGIN,
-    at_scores,
-    load_rows,
-    matrix,
-    place_of,
-    record_of,
-)
+from tilewise.kernels.triton.source.backward import passed_on, saved_of, weights
+from tilewise.kernels.triton.source.tiles import N_K, N_Q, PARTIAL, load_rows, matrix, place_of, tile_of
 
 
 @triton.jit
@@ -33,12 +19,11 @@ def part_of(
     """What each score of a tile passes on to the cell that it read: queries down and keys across."""
     product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
     d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
-    _, d_score, _ = weights(
+    _p, d_score = weights(
         product, d_p, lse[:, None], delta[:, None], query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale,
-        SCORE, MASK, None,
+        SCORE, MASK,
     )  # fmt: skip
-    part = at_scores(PART, product * scale, query[:, None], key[None, :], place, loaded)
-    return tl.where(d_score == 0, 0.0, d_score * part)
+    return passed_on(d_score, PART, product, query[:, None], key[None, :], place, loaded, scale)
 
 
 @triton.jit
@@ -51,17 +36,13 @@ def of_rows(
 ):  # fmt: skip
     """Sums over keys: (batch, heads, n_q)."""
     h, b = tl.program_id(1), tl.program_id(2)
-    record = record_of(records, record_steps, tl.program_id(0), b, h)
-    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
-    place = place_of(record, b, h, group)
-    query = tl.load(record + FIRST) + tl.arange(0, TILE_Q)
+    first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
+    query = first + tl.arange(0, TILE_Q)
     q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
     d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
     row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
     total = tl.zeros([TILE_Q], tl.float32)
-    first_run = tl.load(record + FIRST_RUN)
-    for run in range(first_run, first_run + tl.load(record + N_RUNS)):
+    for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
@@ -85,16 +66,12 @@ def of_columns(
 ):  # fmt: skip
     """Sums over queries: (batch, heads, n_k)."""
     h, b = tl.program_id(1), tl.program_id(2)
-    record = record_of(records, record_steps, tl.program_id(0), b, h)
-    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    q_begin, k_begin = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
-    place = place_of(record, b, h, group)
-    key = tl.load(record + FIRST) + tl.arange(0, TILE_K)
+    first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
+    key = first + tl.arange(0, TILE_K)
     k_tile = load_rows(matrix(k, k_steps, b, h // group, k_begin), k_steps[2], key, n_k, D, DEPTH)
     v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
     total = tl.zeros([TILE_K], tl.float32)
-    first_run = tl.load(record + FIRST_RUN)
-    for run in range(first_run, first_run + tl.load(record + N_RUNS)):
+    for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             query = tile * TILE_Q + tl.arange(0, TILE_Q)

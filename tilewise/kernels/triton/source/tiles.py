@@ -22,8 +22,15 @@ FIELDS: tl.constexpr = tl.constexpr(14)
 
 
 @triton.jit
-def record_of(records, record_steps, tile, b, h):
-    return records + b * record_steps[0] + h * record_steps[1] + tile * FIELDS
+def tile_of(records, record_steps, b, h, group):
+    """This program's tile: its first query or key, where its sequence's rows begin and how many there are, the first of
+    its runs and the one behind the last, and what variables begin at."""
+    record = records + b * record_steps[0] + h * record_steps[1] + tl.program_id(0) * FIELDS
+    first_run = tl.load(record + FIRST_RUN)
+    return (
+        tl.load(record + FIRST), tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN), tl.load(record + N_Q),
+        tl.load(record + N_K), first_run, first_run + tl.load(record + N_RUNS), place_of(record, b, h, group),
+    )  # fmt: skip
 
 
 @triton.jit

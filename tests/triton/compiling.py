@@ -1,0 +1,73 @@
+"""Compiles every Triton kernel for a GPU that need not be there, from the arguments that calls give them.
+
+Run by a process of its own: in one with TRITON_INTERPRET=1 nothing is compiled. Prints the kernels it compiled.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+import tilewise as tw
+from tilewise.expr import H, K, Q, load
+from tilewise.kernels.triton import launch
+from tilewise.spec import Attention, Partial
+
+TARGET = GPUTarget("cuda", 90, 32)
+_TYPES = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
+compiled: set[str] = set()
+
+
+def _type(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return _TYPES[x.dtype]
+    if isinstance(x, tuple):
+        return tuple(map(_type, x))
+    return "fp32" if isinstance(x, float) else "i32"
+
+
+def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+    """In place of a launch."""
+    options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+    given = dict(zip(self.arg_names, args, strict=False)) | named
+    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr}
+    signature = {name: "constexpr" if name in constants else _type(given[name]) for name in self.arg_names}
+    source = ASTSource(fn=self, signature=signature, constexprs=constants)
+    triton.compile(source, target=TARGET, options=options)
+    compiled.add(self.__name__)
+
+
+def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False) -> None:
+    q, k, v = (torch.zeros(1, 4 // group, 160, d, dtype=dtype) for group in (1, 2, 2))
+    done = launch.forward(spec, q, k, v, None, basic)
+    if not basic:
+        launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), done.lse, None)
+
+
+def main() -> None:
+    JITFunction.run = _compile
+    causal, bias = tw.causal(), np.zeros((1, 4, 160, 160), np.float32)
+    scores = [
+        load(np.zeros(4, np.float32), H, grad=True), load(np.zeros((1, 160), np.float32), 0, K, grad=True),
+        load(bias, 0, H, Q, K, grad=True), load(np.zeros(9, np.float32), abs(Q - K), grad=True),
+    ]  # fmt: skip
+    for dtype, d in ((torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 256), (torch.float32, 128)):
+        _call(Attention(0.1, causal, tw.softcap(30.0), sinks=np.zeros(4, np.float32)), dtype, d)
+    for score in scores:
+        _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
+    _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
+    sys.stdout.write(" ".join(sorted(compiled)) + "\n")
+
+
+if __name__ == "__main__":
+    main()

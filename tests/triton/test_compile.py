@@ -1,0 +1,33 @@
+"""What the interpreter runs, Triton must also compile: for Hopper, on any machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tilewise.kernels.triton import source
+
+KERNELS = {"basic", "forward", "prepare", "d_query", "d_keys", "of_rows", "of_columns", "of_pairs", "of_distances"}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_every_kernel_compiles() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton.compiling"], cwd=Path(__file__).parents[2], env=environment,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert set(done.stdout.split()) == KERNELS
+
+
+def test_every_kernel_is_among_them() -> None:
+    """A launch names its kernel; a new one must be compiled here too."""
+    texts = "".join(path.read_text() for path in Path(source.__file__).parents[1].glob("launch*.py"))
+    assert set(re.findall(r"(\w+)\[grid\]\(", texts)) - {"kernel"} <= KERNELS
