@@ -113,6 +113,12 @@ def test_arrays_lie_on_a_device_as_they_do_here() -> None:
         assert np.array_equal(arrays.as_numpy(there), x)
 
 
+def test_no_tensor_has_steps_between_two_numbers() -> None:
+    records = np.zeros(4, np.dtype({"names": ["x"], "formats": [np.float32], "offsets": [1], "itemsize": 9}))
+    records["x"] = [1, 2, 3, 4]
+    assert arrays.as_tensor(records["x"]).tolist() == [1, 2, 3, 4]
+
+
 class _OnTensors(NumpyKernel):
     """The NumPy kernel as if it were a GPU's: tensors in, tensors out."""
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.cuda.test_ops import EXPRESSIONS, MASKS, SHAPE, numpy_values
-from tests.expressions import Expressions
-from tests.fuzzing.dice import Dice
-from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS
+from tests.cuda.test_ops import EXPRESSIONS, MASKS, SHAPE, check_condition, numpy_values, random_conditions
 from tilewise import dispatch
 from tilewise.arrays import Array
-from tilewise.expr import Expr, K, Loaded, Q, load
+from tilewise.expr import Expr, K, Q, load
 from tilewise.kernels.triton import modules, reads
 from tilewise.kernels.triton.reads import Sharing
 from tilewise.spec import Attention, Lengths
@@ -58,15 +55,9 @@ def test_conditions_are_numpys(name: str) -> None:
 
 @needs_triton
 def test_random_expressions_are_numpys() -> None:
-    pools = {"int": INT_ARRAYS, "float": FLOAT_ARRAYS, "bool": BOOL_ARRAYS}
-    for seed in range(25):
-        dice = Dice(seed)
-        drawn = Expressions(dice.below, lambda kind, dice=dice: Loaded(dice.one_of(pools[kind])))
-        mask = drawn.condition(dice.between(1, 4))
+    for seed, mask in random_conditions():
         s, conditions = _values("mask", mask)
-        different = conditions != numpy_values(mask, s)
-        floats = any(op in repr(mask) for op in ("exp", "log", "tanh", "/", "."))  # may round to another side
-        assert different.mean() <= (0.02 if floats else 0), f"seed {seed}: {mask!r}"
+        check_condition(f"seed {seed}", mask, conditions, s)
 
 
 # -- who shares a cell ------------------------------------------------------------------------------------------------

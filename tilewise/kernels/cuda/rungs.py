@@ -12,21 +12,11 @@ from tilewise.spec import Attention, Shape, Tile
 SOURCES = Path(__file__).with_name("source")
 
 
-class Rung(Protocol):
-    """A kernel of the ladder, and how it divides the work. Its source is NAME.cu in its folder."""
+class Compiled(Protocol):
+    """What a source is assembled for. It is NAME.cu in its folder."""
 
     name: str
     folder: Path
-    planned: bool  # whether it visits the tiles of a plan, or simply all keys
-    persistent: bool  # whether its blocks take one query tile after the other, with tiles that TMA loads
-
-    def unsupported(self, shape: Shape) -> str | None:
-        """Why it cannot compute calls of this shape."""
-
-    def default_tile(self, spec: Attention, shape: Shape) -> Tile: ...
-
-    def fitting(self, tile: Tile, shape: Shape) -> Tile:
-        """The tile, or the largest one below it that the kernel has room for."""
 
     def threads(self, tile: Tile) -> int: ...
 
@@ -38,6 +28,21 @@ class Rung(Protocol):
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         """Headers that are made for the source."""
+
+
+class Rung(Compiled, Protocol):
+    """A kernel of the ladder, and how it divides the work."""
+
+    planned: bool  # whether it visits the tiles of a plan, or simply all keys
+    persistent: bool  # whether its blocks take one query tile after the other, with tiles that TMA loads
+
+    def unsupported(self, shape: Shape) -> str | None:
+        """Why it cannot compute calls of this shape."""
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile: ...
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
+        """The tile, or the largest one below it that the kernel has room for."""
 
 
 class Naive:
@@ -167,18 +172,9 @@ class ForwardSm90:
 class Refine:
     """No kernel of the ladder: it looks at masks before one. Assembled as they are."""
 
-    name, folder, planned, persistent = "refine", SOURCES, True, False
+    name, folder = "refine", SOURCES
     KEY_ROOM = 32  # bytes
     JOINERS = 32  # threads of a block of its second launch
-
-    def unsupported(self, shape: Shape) -> str | None:
-        return None
-
-    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return RUNGS["forward_sm90"].default_tile(spec, shape)
-
-    def fitting(self, tile: Tile, shape: Shape) -> Tile:
-        return tile
 
     def threads(self, tile: Tile) -> int:
         return 1024 // tile.q * tile.q

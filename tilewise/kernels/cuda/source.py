@@ -14,7 +14,7 @@ from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.ops import STORED, Variant, variant
-from tilewise.kernels.cuda.rungs import SOURCES, Rung
+from tilewise.kernels.cuda.rungs import SOURCES, Compiled
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table, layout
 from tilewise.sharing import Lock
 from tilewise.spec import Attention, Shape, Tile
@@ -39,7 +39,7 @@ class Source:
 
 
 def assembled(
-    rung: Rung, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None, tables: bool = True
+    rung: Compiled, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None, tables: bool = True
 ) -> tuple[Source, list[Loaded]]:
     """The source of a call, made once for all calls of its kind; and the arrays it loads, in their order.
 
@@ -80,7 +80,7 @@ _MOST_SOURCES = 512
 
 
 def source(
-    rung: Rung,
+    rung: Compiled,
     made: Variant,
     shape: Shape,
     tile: Tile,
