@@ -36,7 +36,7 @@ struct Consumer {
     uint32 q[Q_IN_REGISTERS ? DEPTH / 16 : 1][4];
     int rows_left;  // of the sequence, from the thread's first row
     bool skipped = false;  // a tile's k was, and its v not yet
-    bool cautious;  // this warp had to compute a tile of the item again: scores differ too much for speculation
+    bool cautious;  // scores of this warp's rows differ too much for speculation: the maximum comes first
     Places places;  // of the item, if scores need them in every tile
 
     __device__ __forceinline__ Consumer(const Launch& launch, const Shared& shared, int number)
@@ -181,7 +181,7 @@ struct Consumer {
         if (keys.kind == PARTIAL) score<true>();
         else score<false>();
         rows.begin(launch);
-        cautious = false;
+        cautious = rows.far_apart(rows_left);
         free_k();
     }
 

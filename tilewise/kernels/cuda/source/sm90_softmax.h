@@ -9,7 +9,9 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
 constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
-constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 24 : 0;  // powers of 2; in float16 small weights would lose digits
+// Powers of 2 that a row's sum is brought below 1. In float16, whose small weights would lose digits, it stays above.
+constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
+constexpr float FAR_BELOW = 0x1p-100f;
 
 struct Places {  // the values of the variant that do not change from key to key
     variant::Head head;
@@ -105,6 +107,12 @@ template <int KEYS> struct Softmax {
         }
         exponentiate(launch, row_sum);
     }
+    // Whether a row's first scores lie so far apart that speculation would fail again and again: a thread's own columns are
+    // as good as nothing beside the largest. (None at all may be masked ones.)
+    __device__ __forceinline__ bool far_apart(int rows_left) const {
+        const bool first = 0 < row_sum[0] && row_sum[0] < FAR_BELOW, second = 0 < row_sum[1] && row_sum[1] < FAR_BELOW;
+        return __any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
+    }
     // True if acc must be rescaled. Within `patience` of row_max nothing changes.
     __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
         const float new_max[2] = {largest(0) * launch.binary_scale, largest(1) * launch.binary_scale};
@@ -171,7 +179,8 @@ template <int KEYS> struct Softmax {
     __device__ __forceinline__ void tame(const float (&sums)[2], float (&rescale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int exponent = exponent_of(largest(half)), lowered = exponent > 0 ? min(exponent + ROOM_TO_GROW, 126) : 0;
+            const int exponent = exponent_of(sum_of_quad(sums[half]));
+            const int lowered = exponent > 0 ? max(min(exponent + ROOM_TO_GROW, 126), 0) : 0;
             rescale[half] = power_of_2(-lowered);
             row_max[half] += float(lowered);
             row_sum[half] = (row_sum[half] + sums[half]) * rescale[half];
