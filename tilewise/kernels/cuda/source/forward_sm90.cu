@@ -178,8 +178,7 @@ struct Consumer {
     // 5 row_max, rescale, p, row_sum: sm90_softmax.h
     // A row's first keys: nothing to rescale yet.
     __device__ __forceinline__ void first_tile() {
-        if (keys.kind == PARTIAL) score<true>();
-        else score<false>();
+        if (SCORED || keys.kind == PARTIAL) score<true>();  // the mask of a FULL tile holds: one copy of long scores less
         rows.begin(launch);
         cautious = rows.far_apart(rows_left);
         free_k();
