@@ -28,6 +28,7 @@ from tilewise.contract import on_device
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
 from tilewise.kernels.cuda.rungs import RUNGS
+from tilewise.kernels.cuda.simulator.kernel import _walkable
 from tilewise.kernels.cuda.source import assembled
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.kernels.numpy.ops import numpy_ops
@@ -111,6 +112,16 @@ def test_arrays_lie_on_a_device_as_they_do_here() -> None:
         assert there.stride() == tuple(step // 2 for step in x.strides)
         assert there.data_ptr() % 16 == x.ctypes.data % 16
         assert np.array_equal(arrays.as_numpy(there), x)
+
+
+def test_copies_have_the_numbers_of_a_row_side_by_side() -> None:
+    """One head for all, between two addresses: a copy that keeps the order of its steps would turn it."""
+    memory = np.zeros(100, np.uint8)
+    x = np.lib.stride_tricks.as_strided(memory[1:25].view(np.float32), (2, 2, 1, 6), (0, 0, 0, 4))
+    there = device._placed(x, "cpu")
+    assert there.stride(-1) == 1 and np.array_equal(there.numpy(), x)
+    assert device._placed(np.float64(3), "cpu").item() == 3
+    assert _walkable(x).strides[-1] == x.itemsize
 
 
 def test_no_tensor_has_steps_between_two_numbers() -> None:

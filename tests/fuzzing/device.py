@@ -23,9 +23,10 @@ def _placed(x: Array, device: str) -> Any:
     """With the same steps and the same address modulo 16; PyTorch has no steps that are negative or odd."""
     import torch
 
+    x = np.asarray(x)  # of no dimensions, it may come as a number
     aside = x.ctypes.data % 16
     if x.size == 0 or aside % x.itemsize or any(step < 0 or step % x.itemsize for step in x.strides):
-        return arrays.as_tensor(np.array(x)).to(device)
+        return arrays.as_tensor(np.array(x, order="C")).to(device)
     span = x.itemsize + sum((n - 1) * step for n, step in zip(x.shape, x.strides, strict=True))
     held = np.full(span + 2 * AROUND, 0xFF, np.uint8)
     first = AROUND + aside

@@ -92,4 +92,4 @@ def _walkable(x: Array) -> Array:
     """An array that a pointer to its numbers can walk: a field of records, say, may lie anywhere."""
     # NumPy calls every bfloat16 array aligned: to it they are records.
     walks = not x.ctypes.data % x.itemsize and not any(step % x.itemsize for step in x.strides)
-    return x if walks else np.array(x, order="K")
+    return x if walks else np.array(x, order="C")  # in which the numbers of a row lie side by side
