@@ -88,7 +88,14 @@ def expected_backward(call: Call, d_out: Any, d_lse: Any) -> list[Expected]:
     types |= {f"d_array {i}": arrays.dtype_name(slot.array) for i, slot in enumerate(call.spec.wanted)}
     # Sums over many scores: those carry the rounding of the inputs' type, the sum that of the array's.
     coarser = {what: max((call.shape.dtype, dtype), key=ROUNDING.__getitem__) for what, dtype in types.items()}
-    return [_expected(what, dtype, coarser[what], want[what], dense[what]) for what, dtype in types.items()]
+    saved = _rounding_of_lse(call)
+    return [_expected(what, dtype, coarser[what], want[what], dense[what], saved) for what, dtype in types.items()]
+
+
+def _rounding_of_lse(call: Call) -> float:
+    """What weights may be off by, as a share of themselves: backward recomputes them from an lse that was stored."""
+    lse = reference.forward(call.spec, call.q, call.k, call.v, dtype=_exact(call)).lse
+    return ROUNDING[str(arrays.compute_dtype(call.shape.dtype))] * float(np.abs(lse[np.isfinite(lse)]).max(initial=0))
 
 
 def forward_results(done: Partial) -> dict[str, Any]:
@@ -125,14 +132,15 @@ def _same_precision(call: Call) -> dict[str, Any]:
     return {"dtype": arrays.compute_dtype(dtype), "store": store if dtype in ("float16", "bfloat16") else lambda x: x}
 
 
-def _expected(what: str, dtype: str, rounded_as: str, want: Array, dense: Array) -> Expected:
-    """The limit: twice the dense computation's error, and a band of a few roundings of the largest number."""
+def _expected(what: str, dtype: str, rounded_as: str, want: Array, dense: Array, saved: float = 0.0) -> Expected:
+    """The limit: twice the dense computation's error, and a band of a few roundings of the largest number. saved: what
+    was rounded before, as a share of it."""
     finite = np.isfinite(want)
     allowed = float(np.abs(dense[finite].astype(np.float64) - want[finite]).max(initial=0))
     if rounded_as == "float64":
         allowed *= ROUNDING["float64"] / ROUNDING["float32"]
     # The band: a rounding on storing, and a few in the type computed with.
-    band = ROUNDING[rounded_as] + 8 * ROUNDING[str(arrays.compute_dtype(rounded_as))]
+    band = ROUNDING[rounded_as] + 8 * ROUNDING[str(arrays.compute_dtype(rounded_as))] + saved
     return Expected(what, dtype, want, 2 * allowed + band * float(np.abs(want[finite]).max(initial=0)))
 
 

@@ -46,6 +46,9 @@ class Lengths:
     k: Array
 
 
+_LEAST_SCALE = 2.0**-100  # beyond which a masked score's -inf would meet a scale of 0 in float32
+
+
 @dataclass(frozen=True, eq=False)
 class Attention:
     """One attention, whatever computes it: keys count where `mask` holds, `score` maps the score S to another."""
@@ -57,6 +60,11 @@ class Attention:
     lengths: Lengths | None = None
     positions: Positions = Positions()
     batch_invariant: bool = False
+
+    @property
+    def raw_scores(self) -> bool:
+        """Whether scores can stay products of q and k up to the exponent, which then has the scale in it."""
+        return self.score is None and self.scale > _LEAST_SCALE
 
     @property
     def expressions(self) -> list[Expr]:

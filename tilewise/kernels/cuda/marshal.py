@@ -15,7 +15,6 @@ from tilewise.arrays import Array
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.rungs import Rung
-from tilewise.kernels.cuda.source import is_raw
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table
 from tilewise.kernels.cuda.tensor_map import TensorMap
 from tilewise.schedule import Runs, plan
@@ -227,7 +226,7 @@ def launch(
     full.record_batch, full.record_head = made.record_batch, made.record_head
     full.next_item = next_item
     full.items, full.section = blocks(shape, made), _section(shape, made, at_once)
-    full.binary_scale = LOG2_E * (call.scale if is_raw(spec) else 1)
+    full.binary_scale = LOG2_E * (call.scale if spec.raw_scores else 1)
     return full  # type: ignore[no-any-return]
 
 

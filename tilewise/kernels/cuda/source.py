@@ -48,7 +48,7 @@ def assembled(
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
     sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
-    raw = is_raw(spec)
+    raw = spec.raw_scores
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
         rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None, tables,
@@ -64,14 +64,6 @@ def assembled(
         if len(_sources) > _MOST_SOURCES:
             _sources.popitem(last=False)
     return found, slots
-
-
-_LEAST_SCALE = 2.0**-100  # beyond which a masked score's -inf would meet a scale of 0 in float32
-
-
-def is_raw(spec: Attention) -> bool:
-    """Whether scores can stay products of q and k up to the exponent, which has the scale in it."""
-    return spec.score is None and spec.scale > _LEAST_SCALE
 
 
 _sources: OrderedDict[tuple[Any, ...], Source] = OrderedDict()

@@ -42,8 +42,9 @@ def steps_of(x: Any) -> tuple[int, int, int]:
     return tuple(x.stride()[:3])
 
 
-def functions(variant: ModuleType | None, *names: str) -> dict[str, Any]:
-    return {name.upper(): getattr(variant, name, None) for name in names}
+def functions(spec: Attention, variant: ModuleType | None, *names: str) -> dict[str, Any]:
+    """Those of a variant that a kernel calls, and whether scores come to it as products of q and k."""
+    return {"RAW": spec.raw_scores, **{name.upper(): getattr(variant, name, None) for name in names}}
 
 
 def sizes(shape: Shape, tile: Tile) -> dict[str, Any]:

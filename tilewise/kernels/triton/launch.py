@@ -47,7 +47,7 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
         kernel = basic_kernel.basic if basic else forward_kernels.forward
         kernel[grid](
             q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest[:-1], loaded_by(spec, q), shape.group,
-            spec.scale, **functions(modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
+            spec.scale, **functions(spec, modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
             **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     return Partial(out, lse)
@@ -63,7 +63,7 @@ def backward(
     delta = _delta(saved.out, d_out, d_lse)
     slope = score_slopes(spec)[S]
     variant = modules.variant(spec, {} if slope is ONE else {"slope": slope})
-    told = functions(variant, "score", "mask", "slope")
+    told = functions(spec, variant, "score", "mask", "slope")
     given = (q, k, v, d_out, saved.lse, delta)
     steps = tuple(map(steps_of, given[:5]))
     choice = chosen(Pass.D_QUERY, shape, tile)

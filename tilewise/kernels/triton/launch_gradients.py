@@ -34,7 +34,7 @@ class _Sum:
         self.tile, self.options = choice.tile, choice.options
         self.device = given[0].device
         variant = modules.variant(spec, {"part": read.slope})
-        self.functions = functions(variant, "score", "mask", "part")
+        self.functions = functions(spec, variant, "score", "mask", "part")
         self.steps = tuple(map(steps_of, given[:5]))
 
     def gradient(self) -> Any:

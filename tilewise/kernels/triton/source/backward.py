@@ -8,9 +8,11 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.tiles import (
+    LOG2_E,
     at_scores,
-    exponential,
+    binary,
     finite,
+    fused,
     load_rows,
     matrix,
     narrow,
@@ -44,14 +46,15 @@ def prepare(
 
 @triton.jit
 def weights(
-    product, d_p, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale, SCORE: tl.constexpr, MASK: tl.constexpr
-):
+    product, d_p, shift, rest, delta, query, key, kind, n_q, n_k, place, loaded, scale,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
     """p and d_score of a tile, from q k^T and d_out v^T; queries down and keys across, or the other way round."""
     # 3 score
     # 4 mask (PARTIAL tiles only)
-    s = scores(product, query, key, kind, n_q, n_k, place, loaded, scale, SCORE, MASK)
-    # 5 p, from the lse that forward saved
-    p = exponential(s - lse)
+    s = scores(product, query, key, kind, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
+    # 5 p, from the lse that forward saved; products are rounded as forward did, so that delta is the mean of d_p
+    p = tl.exp2(fused(s, binary(scale, RAW), -shift) - rest)
     return p, p * (d_p - delta)
 
 
@@ -66,18 +69,21 @@ def passed_on(d_score, SLOPE: tl.constexpr, product, query, key, place, loaded, 
 
 @triton.jit
 def saved_of(lse, delta, steps, b, h, begin, query, n_q):
-    """lse and delta of some rows."""
+    """Of some rows: lse as an exponent of 2, the digits that it lost as one, and delta."""
     at = matrix(lse, steps, b, h, begin) + query
     row_lse = tl.load(at, mask=query < n_q, other=0.0)
     row_delta = tl.load(matrix(delta, steps, b, h, begin) + query, mask=query < n_q, other=0.0)
-    return finite(row_lse), row_delta
+    row_lse = finite(row_lse)
+    shift = row_lse * LOG2_E
+    return shift, fused(row_lse, LOG2_E, -shift), row_delta
 
 
 @triton.jit
 def d_query(
     q, k, v, d_out, lse, delta, d_q, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_q_steps,
     records, record_steps, runs, loaded, group, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +95,7 @@ def d_query(
     query = first + tl.arange(0, TILE_Q)
     q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
     d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-    row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+    shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
     acc = tl.zeros([TILE_Q, DEPTH], tl.float32)
     # for each kv tile of the schedule:
     for run in range(first_run, last_run):
@@ -102,8 +108,8 @@ def d_query(
             product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
             d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
             _p, d_score = weights(
-                product, d_p, row_lse[:, None], row_delta[:, None], query[:, None], key[None, :], kind, n_q, n_k, place,
-                loaded, scale, SCORE, MASK,
+                product, d_p, shift[:, None], rest[:, None], row_delta[:, None], query[:, None], key[None, :], kind,
+                n_q, n_k, place, loaded, scale, RAW, SCORE, MASK,
             )  # fmt: skip
             d_s = passed_on(d_score, SLOPE, product, query[:, None], key[None, :], place, loaded, scale)
             # 6 d_q += d_s @ k
@@ -115,7 +121,8 @@ def d_query(
 def d_keys(
     q, k, v, d_out, lse, delta, d_k, d_v, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_k_steps, d_v_steps,
     records, record_steps, runs, loaded, group, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -137,13 +144,13 @@ def d_keys(
                 q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
                 at = matrix(d_out, d_out_steps, b, h, q_begin)
                 d_out_tile = load_rows(at, d_out_steps[2], query, n_q, D_V, COLUMNS)
-                row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+                shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
                 # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
                 product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
                 d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
                 p, d_score = weights(
-                    product, d_p, row_lse[None, :], row_delta[None, :], query[None, :], key[:, None], kind, n_q, n_k,
-                    place, loaded, scale, SCORE, MASK,
+                    product, d_p, shift[None, :], rest[None, :], row_delta[None, :], query[None, :], key[:, None], kind,
+                    n_q, n_k, place, loaded, scale, RAW, SCORE, MASK,
                 )  # fmt: skip
                 d_s = passed_on(d_score, SLOPE, product, query[None, :], key[:, None], place, loaded, scale)
                 # 6 d_v += p.T @ d_out, d_k += d_s.T @ q

@@ -7,9 +7,11 @@ import triton.language as tl
 from tilewise.kernels.triton.source.forward import with_sink
 from tilewise.kernels.triton.source.tiles import (
     PARTIAL,
-    exponential,
+    binary,
     finite,
+    fused,
     load_rows,
+    lse_of,
     matrix,
     narrow,
     scores,
@@ -21,7 +23,8 @@ from tilewise.kernels.triton.source.tiles import (
 def basic(
     q, k, v, out, lse, sinks, q_steps, k_steps, v_steps, out_steps, lse_steps,
     records, record_steps, runs, loaded, group, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -34,6 +37,7 @@ def basic(
     q_row = tl.load(matrix(q, q_steps, b, h, q_begin + query) + column, mask=column < D, other=0.0).to(tl.float32)
     row_max, row_sum = query * 0.0 + float("-inf"), query * 0.0
     acc = tl.zeros([COLUMNS], tl.float32)
+    factor = binary(scale, RAW)
     # for some keys at a time:
     for first in range(0, n_k, TILE_K):
         key = first + tl.arange(0, TILE_K)
@@ -41,11 +45,12 @@ def basic(
         s = tl.sum(q_row[None, :] * load_rows(k, k_steps[2], key, n_k, D, DEPTH).to(tl.float32), 1)
         # 3 score
         # 4 mask
-        s = scores(s, query, key, PARTIAL, n_q, n_k, place, loaded, scale, SCORE, MASK)
+        s = scores(s, query, key, PARTIAL, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
         # 5 row_max, rescale, p, row_sum
         new_max = tl.maximum(row_max, tl.max(s, 0))
-        rescale = exponential(row_max - finite(new_max))
-        p = exponential(s - finite(new_max))
+        shift = finite(new_max) * factor
+        rescale = tl.exp2(row_max * factor - shift)
+        p = tl.exp2(fused(s, factor, -shift))
         row_sum = row_sum * rescale + tl.sum(p, 0)
         row_max = new_max
         # 6 acc = acc * rescale + p @ v
@@ -53,10 +58,8 @@ def basic(
         acc = acc * rescale + tl.sum(p[:, None] * v_tile, 0)
 
     # 7 finish: acc / row_sum, lse
-    empty = row_sum == 0
-    row_sum = tl.where(empty, 1.0, row_sum)
-    done = tl.where(empty, float("-inf"), finite(row_max) + tl.log(row_sum))
-    weight = 1 / row_sum
+    done = lse_of(row_max, row_sum, scale, RAW)
+    weight = 1 / tl.where(row_sum == 0, 1.0, row_sum)
     if HAS_SINKS:
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))
         weight = weight * tl.exp(done - finite(joint))

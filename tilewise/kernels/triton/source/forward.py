@@ -4,9 +4,11 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.tiles import (
-    exponential,
+    binary,
     finite,
+    fused,
     load_rows,
+    lse_of,
     matrix,
     narrow,
     scores,
@@ -19,7 +21,8 @@ from tilewise.kernels.triton.source.tiles import (
 def forward(
     q, k, v, out, lse, sinks, q_steps, k_steps, v_steps, out_steps, lse_steps,
     records, record_steps, runs, loaded, group, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -33,6 +36,7 @@ def forward(
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
+    factor = binary(scale, RAW)
     # for each kv tile of the schedule:
     for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
@@ -43,12 +47,12 @@ def forward(
             s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
             # 3 score
             # 4 mask (PARTIAL tiles only)
-            s = scores(s, query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale, SCORE, MASK)
+            s = scores(s, query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
             # 5 row_max, rescale, p, row_sum
             new_max = tl.maximum(row_max, tl.max(s, 1))
-            shift = finite(new_max)
-            rescale = exponential(row_max - shift)
-            p = exponential(s - shift[:, None])
+            shift = finite(new_max) * factor
+            rescale = tl.exp2(row_max * factor - shift)
+            p = tl.exp2(fused(s, factor, -shift[:, None]))
             row_sum = row_sum * rescale + tl.sum(p, 1)
             row_max = new_max
             # 6 acc = acc * rescale + p @ v
@@ -57,10 +61,8 @@ def forward(
             acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision=PRECISION)
 
     # 7 finish: acc / row_sum, lse
-    empty = row_sum == 0
-    row_sum = tl.where(empty, 1.0, row_sum)
-    done = tl.where(empty, float("-inf"), finite(row_max) + tl.log(row_sum))
-    weight = 1 / row_sum
+    done = lse_of(row_max, row_sum, scale, RAW)
+    weight = 1 / tl.where(row_sum == 0, 1.0, row_sum)
     if HAS_SINKS:
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))
         weight = weight * tl.exp(done - finite(joint))

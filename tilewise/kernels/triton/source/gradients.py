@@ -13,15 +13,17 @@ from tilewise.kernels.triton.source.tiles import N_K, N_Q, PARTIAL, load_rows, m
 
 @triton.jit
 def part_of(
-    q_tile, k_tile, v_tile, d_out_tile, lse, delta, query, key, kind, n_q, n_k, place, loaded, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded, scale,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each score of a tile passes on to the cell that it read: queries down and keys across."""
+    shift, rest, delta = saved
     product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
     d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
     _p, d_score = weights(
-        product, d_p, lse[:, None], delta[:, None], query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale,
-        SCORE, MASK,
+        product, d_p, shift[:, None], rest[:, None], delta[:, None], query[:, None], key[None, :], kind, n_q, n_k,
+        place, loaded, scale, RAW, SCORE, MASK,
     )  # fmt: skip
     return passed_on(d_score, PART, product, query[:, None], key[None, :], place, loaded, scale)
 
@@ -30,7 +32,8 @@ def part_of(
 def of_rows(
     q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps,
     records, record_steps, runs, loaded, group, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,7 +43,7 @@ def of_rows(
     query = first + tl.arange(0, TILE_Q)
     q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
     d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-    row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+    saved = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
     total = tl.zeros([TILE_Q], tl.float32)
     for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
@@ -49,8 +52,8 @@ def of_rows(
             k_tile = load_rows(matrix(k, k_steps, b, h // group, k_begin), k_steps[2], key, n_k, D, DEPTH)
             v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
             part = part_of(
-                q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded,
-                scale, SCORE, MASK, PART, DOT, PRECISION,
+                q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded,
+                scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
             )  # fmt: skip
             total += tl.sum(part, 1)
     tl.store(matrix(sums, row_steps, b, h, q_begin) + query, total, mask=query < n_q)
@@ -60,7 +63,8 @@ def of_rows(
 def of_columns(
     q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps, sums_steps,
     records, record_steps, runs, loaded, group, scale,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -77,10 +81,10 @@ def of_columns(
             query = tile * TILE_Q + tl.arange(0, TILE_Q)
             q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
             d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-            row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+            saved = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
             part = part_of(
-                q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, kind, n_q, n_k, place, loaded,
-                scale, SCORE, MASK, PART, DOT, PRECISION,
+                q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded,
+                scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
             )  # fmt: skip
             total += tl.sum(part, 0)
     tl.store(matrix(sums, sums_steps, b, h, k_begin) + key, total, mask=key < n_k)
@@ -90,7 +94,8 @@ def of_columns(
 def of_pairs(
     q, k, v, d_out, lse, delta, grad, q_steps, k_steps, v_steps, d_out_steps, row_steps, grad_steps,
     record, loaded, group, scale, key_tiles, kept_heads, summed_batch, summed_heads,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
+    TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -107,10 +112,10 @@ def of_pairs(
         d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
         k_tile = load_rows(matrix(k, k_steps, b, h // group, 0), k_steps[2], key, n_k, D, DEPTH)
         v_tile = load_rows(matrix(v, v_steps, b, h // group, 0), v_steps[2], key, n_k, D_V, COLUMNS)
-        row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
+        saved = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
         total += part_of(
-            q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
-            SCORE, MASK, PART, DOT, PRECISION,
+            q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
+            RAW, SCORE, MASK, PART, DOT, PRECISION,
         )  # fmt: skip
     at = matrix(grad, grad_steps, first_b, first_h, 0) + query[:, None].to(tl.int64) * grad_steps[2] + key[None, :]
     tl.store(at, total, mask=(query[:, None] < n_q) & (key[None, :] < n_k))
@@ -120,7 +125,7 @@ def of_pairs(
 def of_distances(
     q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps, sums_steps,
     record, loaded, group, scale, least, count,
-    SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
+    RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -144,10 +149,10 @@ def of_distances(
         d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
         k_tile = load_keys(matrix(k, k_steps, b, h // group, 0), k_steps[2], key, n_k, D, DEPTH)
         v_tile = load_keys(matrix(v, v_steps, b, h // group, 0), v_steps[2], key, n_k, D_V, COLUMNS)
-        row_lse, row_delta = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
+        saved = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
         part = part_of(
-            q_tile, k_tile, v_tile, d_out_tile, row_lse, row_delta, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
-            SCORE, MASK, PART, DOT, PRECISION,
+            q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
+            RAW, SCORE, MASK, PART, DOT, PRECISION,
         )  # fmt: skip
         part = tl.where((key >= 0)[None, :], part, 0.0)
         # Distance first + i of row r is in column r + TILE - 1 - i.

@@ -5,9 +5,10 @@ import triton.language as tl
 
 PARTIAL: tl.constexpr = tl.constexpr(1)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
-# Triton's interpreter cuts off what does not fit bfloat16.
-CUTS_OFF: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Triton's interpreter cuts off what does not fit bfloat16, and rounds a product before it adds.
+INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # Fields of a record, as in tables.py.
 FIRST: tl.constexpr = tl.constexpr(0)  # the tile's first query or key, within its sequence
@@ -52,7 +53,7 @@ def matrix(x, steps, b, h, begin):
 @triton.jit
 def narrow(x, TYPE: tl.constexpr):
     """In a type as inputs have it, rounded to the nearest."""
-    if CUTS_OFF and TYPE == tl.bfloat16:
+    if INTERPRETED and TYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
         x = tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
@@ -83,9 +84,28 @@ def finite(row_max):
 
 
 @triton.jit
-def exponential(difference):
-    """exp: the product comes after the difference, which is exact where it matters."""
-    return tl.exp2(difference * LOG2_E)
+def binary(scale, RAW: tl.constexpr):
+    """What scores are multiplied by to be exponents of 2. RAW ones are still products of q and k."""
+    return scale * LOG2_E if RAW else LOG2_E
+
+
+@triton.jit
+def fused(x, y, z):
+    """x * y + z, rounded once."""
+    y, z = tl.zeros_like(x) + y, tl.zeros_like(x) + z
+    if INTERPRETED:
+        return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
+    return tl.fma(x, y, z)
+
+
+@triton.jit
+def lse_of(row_max, row_sum, scale, RAW: tl.constexpr):
+    """log(row_sum * exp(row_max)), of weights 2^(s * factor - shift): what shift was rounded by is in row_sum."""
+    factor = binary(scale, RAW)
+    largest = finite(row_max)
+    rounded_by = fused(largest, factor, -(largest * factor))
+    natural = largest * scale if RAW else largest
+    return tl.where(row_sum == 0, float("-inf"), natural + (tl.log(row_sum) - rounded_by * LN_2))
 
 
 @triton.jit
@@ -100,10 +120,13 @@ def at_scores(function: tl.constexpr, s, query, key, place, loaded):
 
 
 @triton.jit
-def scores(s, query, key, kind, n_q, n_k, place, loaded, scale, SCORE: tl.constexpr, MASK: tl.constexpr):
+def scores(
+    s, query, key, kind, n_q, n_k, place, loaded, scale, RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr
+):
     """Products of q and k as scores, -inf where a key does not count."""
-    s = s * scale
     # 3 score
+    if not RAW:
+        s = s * scale
     if SCORE is not None:
         s = at_scores(SCORE, s, query, key, place, loaded) + tl.zeros_like(s)
     # 4 mask (PARTIAL tiles only)
