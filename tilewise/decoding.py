@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise import arrays, dispatch, validate
+from tilewise import arrays, dispatch, schedule, validate
 from tilewise.cache import Cache
 from tilewise.cache.checks import check_like
 from tilewise.expr import Expr
@@ -43,12 +43,12 @@ def prepare(q: Any, cache: Any, **options: Any) -> Call:
 
 
 def _check_fit(expr: Expr, shape: Shape) -> None:
-    """Lengths are known to kernels alone, so the expression must be right for all of them up to the capacity."""
+    """Lengths change from call to call, so the expression must be right for all of them up to the capacity."""
 
     def check(expr: Expr) -> bool:
+        validate.check_variant(Attention(1.0, score=expr), shape)
         sequences = np.arange(shape.batch + 1)
-        longest = Lengths(sequences * shape.n_q, sequences * shape.n_k)
-        validate.check_variant(Attention(1.0, score=expr, lengths=longest), shape)
+        schedule.check_integers(expr, shape, Lengths(sequences * shape.n_q, sequences * shape.n_k))
         return True
 
     remembered(expr, ("decoding", shape), check)

@@ -48,8 +48,8 @@ def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
         _table_step(cache), tuple(seen), loaded_by(spec, q), shape.group, shape.n_q, cache.capacity, splits, spec.scale,
         SCORE=getattr(variant, "score", None), MASK=getattr(variant, "mask", None),
         HAS_SINKS=is_whole and spec.sinks is not None, PAGE=cache.page_size, **sizes(shape, choice.tile),
-        # Where pages are is loaded first, a stage ahead of what they hold.
-        num_warps=choice.warps, num_stages=choice.stages + (0 if cache.page_size is None else 1),
+        # The number of a page is loaded as far ahead as what the page holds, and so takes as many stages again.
+        num_warps=choice.warps, num_stages=choice.stages if cache.page_size is None else 2 * choice.stages - 1,
     )  # fmt: skip
     if not is_whole:
         grid = shape.n_q, shape.heads, shape.batch
@@ -70,7 +70,7 @@ def append(cache: Cache, k: Any, v: Any, counts: Array) -> None:
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     is_ragged = bool(np.any(counts != n))
     told = tensor(counts, k.device) if is_ragged else stored_k
-    rows, d, d_v = min(_ROWS, power_of_2(n)), int(k.shape[3]), int(v.shape[3])
+    rows, d, d_v = min(_ROWS, 1 << (n - 1).bit_length()), int(k.shape[3]), int(v.shape[3])
     grid = -(-n // rows), cache.heads, cache.batch
     pages_kernels.append[grid](
         stored_k, stored_v, k, v, *_read(cache), told, *map(steps_of, (stored_k, stored_v, k, v)), _table_step(cache),

@@ -78,7 +78,7 @@ def _at_most(wanted: int, most: int) -> int:
 
 _LEAST_TILES = 4  # of keys, that a program is worth starting for
 _PROGRAMS = 2  # that a multiprocessor runs at a time
-_NEARLY = 0.9
+_NEARLY = 0.95
 
 
 def fitting_rows(choice: Choice, shape: Shape) -> Choice:
@@ -87,6 +87,7 @@ def fitting_rows(choice: Choice, shape: Shape) -> Choice:
     return replace(choice, tile=replace(choice.tile, q=min(choice.tile.q, rows)))
 
 
+@cache
 def splits_of(programs: int, tiles: int, device: Any) -> int:
     """How many programs share the keys of one: the fewest that keep nearly as much of the GPU busy as any number."""
     most = max(1, tiles // _LEAST_TILES)

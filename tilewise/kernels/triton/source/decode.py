@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.forward import with_sink
-from tilewise.kernels.triton.source.pages import gather_rows, place_of_keys, scatter_rows
+from tilewise.kernels.triton.source.pages import gather_rows, place_of_tile, scatter_rows
 from tilewise.kernels.triton.source.tiles import LOG2_E, at_scores, finite, matrix, narrow
 
 
@@ -84,7 +84,7 @@ def visit(
     hk = place[2]
     key = tile * TILE_K + tl.arange(0, TILE_K)
     there = key < n_k if PARTIAL else None
-    unit, slot = place_of_keys(pages, place[0], key, there, PAGE)
+    unit, slot = place_of_tile(pages, place[0], tile * TILE_K, key, there, PAGE, TILE_K)
     # 2 s = q @ k.T
     k_tile = gather_rows(matrix(k, k_steps, unit, hk, slot), there, D, DEPTH)
     s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION) * scale

@@ -20,9 +20,11 @@ def append(
         count = tl.load(counts + b)
     key = tl.load(lengths + b) + row
     inside = (row < count) & (key < capacity)
-    unit, slot = place_of_keys(table + tl.cast(b, tl.int64) * table_step, b, key, inside, PAGE)
+    unit, slot = b, key
     if PAGE is not None:
-        inside = inside & (unit >= 0)  # a page that no sequence has taken is not written to
+        pages = table + tl.cast(b, tl.int64) * table_step
+        unit, slot = tl.load(pages + key // PAGE, mask=inside, other=-1), key % PAGE
+        inside = inside & (unit >= 0)  # nothing is written to pages that the sequence has not
     k_tile = gather_rows(matrix(new_k, new_k_steps, b, hk, row), inside, D, DEPTH)
     v_tile = gather_rows(matrix(new_v, new_v_steps, b, hk, row), inside, D_V, COLUMNS)
     scatter_rows(matrix(k, k_steps, unit, hk, slot), k_tile, inside, D, DEPTH)
@@ -30,16 +32,16 @@ def append(
 
 
 @triton.jit
-def place_of_keys(pages, b, key, there, PAGE: tl.constexpr):
-    """The first and the third index of keys in storage: sequence and key, or page and key of it. there: None, if all
-    of them are."""
+def place_of_tile(pages, b, first, key, there, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The first and the third index of a tile's keys in storage: sequence and key, or page and key of it."""
     unit, slot = b, key
     if PAGE is not None:
         slot = key % PAGE
-        if there is None:
-            unit = tl.load(pages + key // PAGE)
+        if PAGE % TILE == 0:  # one page has them all
+            unit = tl.load(pages + first // PAGE)
         else:
-            unit = tl.load(pages + key // PAGE, mask=there, other=0)
+            unit = tl.load(pages + key // PAGE, mask=there)
+        unit = tl.maximum(unit, 0)  # whatever a table holds, nothing is read before the first page
     return unit, slot
 
 
