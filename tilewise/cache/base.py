@@ -143,6 +143,7 @@ class Numbers:
 
 
 def on_device(values: Array, device: Any) -> Any:
+    """A copy there, which the host does not wait for."""
     return arrays.as_tensor(values).to(device, non_blocking=True)
 
 

@@ -10,6 +10,7 @@ import torch
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.cache import Cache
+from tilewise.cache.base import on_device
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import loaded_by, power_of_2, sizes, steps_of, tensor
 from tilewise.kernels.triton.reach import reach
@@ -69,7 +70,7 @@ def append(cache: Cache, k: Any, v: Any, counts: Array) -> None:
     stored_k, stored_v = _tensor(cache.k), _tensor(cache.v)
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     is_ragged = bool(np.any(counts != n))
-    told = tensor(counts, k.device) if is_ragged else stored_k
+    told = on_device(counts, k.device) if is_ragged else stored_k
     rows, d, d_v = min(_ROWS, 1 << (n - 1).bit_length()), int(k.shape[3]), int(v.shape[3])
     grid = -(-n // rows), cache.heads, cache.batch
     pages_kernels.append[grid](
