@@ -130,7 +130,7 @@ class Numbers:
 
     def add(self, counts: Array) -> None:
         self.host += counts
-        if not self.is_shared:  # a plain number needs no copy, and goes on counting in a CUDA graph
+        if not self.is_shared:  # a plain number needs no copy
             same = bool(np.all(counts == counts[0]))
             self.array += int(counts[0]) if same else on_device(counts, self.array.device)
 
