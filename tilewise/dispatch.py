@@ -118,9 +118,9 @@ def decoder(system: Kernel) -> Decodes | None:
     return system if isinstance(system, Decodes) and "/" not in system.name else None
 
 
-def reasons(spec: Attention, shape: Shape, names: Sequence[str] = NAMES) -> dict[str, str | None]:
-    """For each kernel system in order: why it cannot compute this call, or None if it can."""
-    return {name: reason(name, spec, shape) for name in names}
+def reasons(spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> dict[str, str | None]:
+    """For each kernel system in order, or each of these: why it cannot compute this call, or None if it can."""
+    return {name: reason(name, spec, shape) for name in names or NAMES}
 
 
 def reason(name: str, spec: Attention, shape: Shape) -> str | None:
@@ -138,15 +138,16 @@ def check_name(name: Any) -> None:
         )
 
 
-def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] = NAMES) -> Kernel:
-    """The first system that supports the call, or the one named; a named one is never swapped for another."""
+def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> Kernel:
+    """The first system, or the first of these, that supports the call, or the one named, which is never swapped for
+    another."""
     check_name(name)
     if name != "auto":
         told = reason(name, spec, shape)
         if told is not None:
             raise Unsupported(f"kernel {name!r} cannot compute this call: {told}")
         return kernel(name)
-    for candidate in names:
+    for candidate in names or NAMES:
         if reason(candidate, spec, shape) is None:
             if candidate == "numpy":
                 _say_that_it_is_slow(kernel("cpu").unavailable())
