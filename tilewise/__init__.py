@@ -1,7 +1,8 @@
 """Tilewise: exact attention, computed tile by tile. One definition of a variant, every kernel system."""
 
 from tilewise._version import __version__
-from tilewise.api import attention, attention_varlen, attention_vjp, explain, weights
+from tilewise.api import attention, attention_varlen, attention_vjp, decode, explain, weights
+from tilewise.cache import KVCache, PagedKVCache
 from tilewise.dispatch import Unsupported
 from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Q, S, exp, load, log, maximum, minimum, tanh, where
 from tilewise.flex import from_mask_mod, from_score_mod
@@ -25,6 +26,8 @@ __all__ = [
     "Grads",
     "H",
     "K",
+    "KVCache",
+    "PagedKVCache",
     "Partial",
     "Q",
     "S",
@@ -37,6 +40,7 @@ __all__ = [
     "attention_vjp",
     "bias",
     "causal",
+    "decode",
     "dense",
     "dilated",
     "document",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewise import arrays, dispatch, reference
+from tilewise import arrays, decoding, dispatch, reference
 from tilewise.explanation import Explanation, explain_call
 from tilewise.spec import Grads
 from tilewise.validate import prepare, prepare_varlen
@@ -75,6 +75,42 @@ def attention_varlen(
         "batch_invariant": batch_invariant,
     }  # fmt: skip
     return _run(q, k, v, (lengths_q, lengths_k), kernel, return_lse, options)
+
+
+def decode(
+    q: Any,
+    cache: Any,
+    *,
+    k: Any = None,
+    v: Any = None,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    kernel: str = "auto",
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Any:
+    """Attention of each sequence's last queries to the keys that a cache has of it: a step of generating text.
+
+    q: (batch, heads, n, d), few queries, which are the last n of their sequences: causal=True, windows and ALiBi count
+    from a sequence's own end. cache: a tw.KVCache or tw.PagedKVCache, whose heads divide q's.
+    k, v: (batch, heads of the cache, m, d), new keys and values that are appended to the cache first, in place.
+
+    The rest is as in `attention`, without gradients. In expressions B is the sequence, NK its length; arrays that are
+    read by K have a place for each key that there is room for (cache.capacity).
+    """
+    if (k is None) != (v is None):
+        raise ValueError("k, v: give both, to be appended to the cache, or neither")
+    call = decoding.prepare(
+        q, cache, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
+    )
+    system = dispatch.resolve(kernel, call.spec, call.shape, dispatch.DECODING)
+    if k is not None:
+        cache.append(k, v, kernel=system.name)
+    done = decoding.run(system, call.spec, call.q, cache)
+    return (done.out, done.lse) if return_lse else done.out
 
 
 def attention_vjp(

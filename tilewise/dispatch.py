@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+if TYPE_CHECKING:
+    from tilewise.cache import Cache
 
 
 class Unsupported(RuntimeError):  # noqa: N818 - it names a state, as Python's StopIteration does
@@ -59,6 +62,16 @@ class Prepares(Protocol):
         """None if there is nothing to compute."""
 
 
+@runtime_checkable
+class Decodes(Protocol):
+    """A kernel system with kernels of its own for few queries over a cache, which they read where it is."""
+
+    def decode(self, spec: Attention, q: Any, cache: Cache) -> Partial: ...
+
+    def append(self, cache: Cache, k: Any, v: Any, counts: Any) -> None:
+        """Write new keys and values behind those of each sequence; cache.lengths are those from before."""
+
+
 @dataclass(frozen=True)
 class System:
     """A line of the table: a name, where its kernel is, and the rungs that can be named one by one ("cuda/tiled")."""
@@ -80,6 +93,8 @@ SYSTEMS = (
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
+# The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
+DECODING = tuple(name for name in ("cpu", "numpy", "triton", "cuda") if name in NAMES)
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 
 
@@ -98,9 +113,14 @@ def kernel(name: str) -> Kernel:
     return made
 
 
-def reasons(spec: Attention, shape: Shape) -> dict[str, str | None]:
-    """For each kernel system in order: why it cannot compute this call, or None if it can."""
-    return {name: reason(name, spec, shape) for name in NAMES}
+def decoder(system: Kernel) -> Decodes | None:
+    """The system, if it has kernels for decoding; a rung is one kernel, and computes by that."""
+    return system if isinstance(system, Decodes) and "/" not in system.name else None
+
+
+def reasons(spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> dict[str, str | None]:
+    """For each kernel system in order, or each of these: why it cannot compute this call, or None if it can."""
+    return {name: reason(name, spec, shape) for name in names or NAMES}
 
 
 def reason(name: str, spec: Attention, shape: Shape) -> str | None:
@@ -118,20 +138,21 @@ def check_name(name: Any) -> None:
         )
 
 
-def resolve(name: str, spec: Attention, shape: Shape) -> Kernel:
-    """The first system that supports the call, or the one named; a named one is never swapped for another."""
+def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> Kernel:
+    """The first system, or the first of these, that supports the call, or the one named, which is never swapped for
+    another."""
     check_name(name)
     if name != "auto":
         told = reason(name, spec, shape)
         if told is not None:
             raise Unsupported(f"kernel {name!r} cannot compute this call: {told}")
         return kernel(name)
-    for candidate in NAMES:
+    for candidate in names or NAMES:
         if reason(candidate, spec, shape) is None:
             if candidate == "numpy":
                 _say_that_it_is_slow(kernel("cpu").unavailable())
             return kernel(candidate)
-    every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(spec, shape).items())
+    every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(spec, shape, names).items())
     raise Unsupported(f"no kernel system can compute this call:{every}")
 
 

@@ -36,6 +36,7 @@ class Positions:
     origin_k: int = 0
     total_q: int | None = None
     total_k: int | None = None
+    first_batch: int = 0  # the batch index that a call on a part of a batch begins at
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +123,7 @@ class Shape:
             origin_q=where.origin_q, origin_k=where.origin_k,
             total_q=-1 if where.total_q is None else where.total_q,
             total_k=-1 if where.total_k is None else where.total_k,
-            backward=backward,
+            first_batch=where.first_batch, backward=backward,
         )  # fmt: skip
 
     def env(self, b: Any, h: Any, q: Any, k: Any) -> dict[str, Any]:

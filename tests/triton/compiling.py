@@ -16,8 +16,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 import tilewise as tw
+from tilewise.cache import Cache
 from tilewise.expr import H, K, Q, load
-from tilewise.kernels.triton import launch
+from tilewise.kernels.triton import launch, launch_decode, tuning
 from tilewise.spec import Attention, Partial
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -54,8 +55,20 @@ def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False) -> N
         launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), done.lse, None)
 
 
+def _decode(spec: Attention, dtype: torch.dtype, d: int, page_size: int | None) -> None:
+    """A cache long enough for its keys to be shared, so that shares are merged."""
+    x = torch.zeros(1, 2, 3, d, dtype=dtype)
+    if page_size is None:
+        cache: Cache = tw.KVCache.like(x, x, capacity=4096)
+    else:
+        cache = tw.PagedKVCache.like(x, x, pages=4096 // page_size, page_size=page_size)
+    launch_decode.append(cache, x, x, np.array([2], np.int32))
+    launch_decode.decode(spec, torch.zeros(1, 8, 2, d, dtype=dtype), cache)
+
+
 def main() -> None:
     JITFunction.run = _compile
+    tuning.processors = lambda device: 132
     causal, bias = tw.causal(), np.zeros((1, 4, 160, 160), np.float32)
     scores = [
         load(np.zeros(4, np.float32), H, grad=True), load(np.zeros((1, 160), np.float32), 0, K, grad=True),
@@ -66,6 +79,12 @@ def main() -> None:
     for score in scores:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
+    sinks = np.zeros(8, np.float32)
+    for dtype, d, page_size in (
+        (torch.bfloat16, 128, None), (torch.float16, 80, 16), (torch.bfloat16, 64, 256), (torch.float32, 128, 16),
+    ):  # fmt: skip
+        _decode(Attention(0.1, causal & tw.window(512), tw.softcap(30.0) >> tw.alibi(8), sinks), dtype, d, page_size)
+    _decode(Attention(0.1), torch.bfloat16, 512, 64)
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")
 
 

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.cache import Cache
 from tilewise.kernels import host
 from tilewise.kernels.triton import reads
 from tilewise.kernels.triton.modules import is_interpreted
@@ -69,6 +71,17 @@ class TritonKernel:
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
         wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
         return Grads(_like(grads.q, q), _like(grads.k, k), _like(grads.v, v), sinks, wanted)
+
+    def decode(self, spec: Attention, q: Any, cache: Cache) -> Partial:
+        from tilewise.kernels.triton.launch_decode import decode
+
+        done = decode(spec, _tensor(q), cache)
+        return Partial(_like(done.out, q), _like(done.lse, q))
+
+    def append(self, cache: Cache, k: Any, v: Any, counts: Array) -> None:
+        from tilewise.kernels.triton.launch_decode import append
+
+        append(cache, _tensor(k), _tensor(v), counts)
 
 
 def _tensor(x: Any) -> Any:

@@ -9,8 +9,10 @@ import torch
 import triton.language as tl
 
 from tilewise import arrays
+from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.tables import FIELDS, tables
+from tilewise.pytorch.constants import constant_on
 from tilewise.spec import Attention, Shape, Tile
 
 
@@ -30,8 +32,14 @@ def records_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
 
 def loaded_by(spec: Attention, q: Any) -> tuple[Any, Any, Any]:
     """The variant's arrays, their sizes and their steps; one at least, which nothing reads."""
-    loaded = [tensor(slot.array, q.device) for slot in spec.loaded] or [q]
+    loaded = [_loaded(slot, q.device) for slot in spec.loaded] or [q]
     return tuple(loaded), tuple(tuple(x.shape) or (1,) for x in loaded), tuple(x.stride() or (1,) for x in loaded)
+
+
+def _loaded(slot: Loaded, device: Any) -> Any:
+    """What a variant made itself is moved to a GPU once."""
+    is_far = slot.constant and device.type != "cpu" and not arrays.is_torch(slot.array)
+    return constant_on(slot.array, device) if is_far else tensor(slot.array, device)
 
 
 def tensor(x: Any, device: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 
 from tilewise.arrays import Array
 from tilewise.derivative import score_slopes
-from tilewise.expr import Expr, S
+from tilewise.expr import COMPARISONS, INT, Expr, S
 from tilewise.reference import values
 from tilewise.spec import Attention, Shape
 from tilewise.walking import nodes, variables
@@ -69,7 +69,7 @@ def _sharing(node: Expr, spec: Attention) -> Sharing:
         return Sharing.COLUMNS
     if len(others) == 2 and [i.payload for i in node.args[-2:]] == ["Q", "K"]:
         return Sharing.PAIRS
-    if len(others) == 1 and _depends_on_distance(others[0]):
+    if len(others) == 1 and depends_on_difference(others[0], _QUERIES, _KEYS):
         return Sharing.DISTANCES
     raise ValueError(f"it sums up no gradients of an array read at {node!r}")
 
@@ -78,13 +78,13 @@ def _is_plain(index: Expr, names: Any) -> bool:
     return index.op == "const" or (index.op == "var" and index.payload in names)
 
 
-def _depends_on_distance(expr: Expr) -> bool:
-    """Whether Q and K come in as their difference alone."""
-    forms: dict[Expr, tuple[float, float] | None] = {}  # how often Q and K are in a sum; None: in no sum
+def depends_on_difference(expr: Expr, ones: frozenset[str], others: frozenset[str]) -> bool:
+    """Whether variables of these two kinds (queries and keys, say) come in as their difference alone."""
+    forms: dict[Expr, tuple[float, float] | None] = {}  # how often each kind is in a sum; None: in no sum
     for node in nodes(expr):
         args = [forms[a] for a in node.args]
         if node.op == "var":
-            forms[node] = (float(node.payload == "Q"), float(node.payload == "K"))
+            forms[node] = (float(node.payload in ones), float(node.payload in others))
         elif node.op in ("add", "sub") and None not in args:
             sign = 1 if node.op == "add" else -1
             (a, b), (c, d) = args[0] or (0, 0), args[1] or (0, 0)
@@ -92,6 +92,9 @@ def _depends_on_distance(expr: Expr) -> bool:
         elif node.op in ("neg", "float") and None not in args:
             (a, b), sign = args[0] or (0, 0), -1 if node.op == "neg" else 1
             forms[node] = sign * a, sign * b
+        elif node.op in COMPARISONS and node.args[0].kind == node.args[1].kind == INT and None not in args:
+            (a, b), (c, d) = args[0] or (0, 0), args[1] or (0, 0)
+            forms[node] = (0.0, 0.0) if a + b == c + d else None  # what is compared is their difference
         elif all(form is not None and form[0] + form[1] == 0 for form in args):
             forms[node] = (0.0, 0.0)
         else:

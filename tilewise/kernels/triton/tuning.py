@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from tilewise.spec import Shape, Tile
@@ -16,6 +18,7 @@ class Pass(Enum):
     D_QUERY = "d_query"
     D_KEYS = "d_keys"
     ARRAYS = "arrays"
+    DECODE = "decode"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,11 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
         64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 64), 8, 2), 256: Choice(Tile(32, 32), 4, 1),
         512: Choice(Tile(16, 16), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
     },
+    # Tile.q: rows at most. Two programs a multiprocessor, each with two tiles of k and of v under way.
+    Pass.DECODE: {
+        64: Choice(Tile(64, 128), 4, 3), 128: Choice(Tile(64, 64), 4, 3), 256: Choice(Tile(32, 32), 4, 3),
+        512: Choice(Tile(32, 16), 4, 3), 1024: Choice(Tile(16, 16), 4, 2),
+    },
 }  # fmt: skip
 
 
@@ -64,3 +72,33 @@ def chosen(kind: Pass, shape: Shape, tile: Tile | None = None) -> Choice:
 def _at_most(wanted: int, most: int) -> int:
     """A power of 2."""
     return max(_LEAST, min(most, 1 << (wanted.bit_length() - 1)))
+
+
+# -- decoding ---------------------------------------------------------------------------------------------------------
+
+_LEAST_TILES = 4  # of keys, that a program is worth starting for
+_PROGRAMS = 2  # that a multiprocessor runs at a time
+_NEARLY = 0.95
+
+
+def fitting_rows(choice: Choice, shape: Shape) -> Choice:
+    """With rows for the queries of all heads that share a key head, as long as they fit."""
+    rows = max(_LEAST, 1 << (shape.group * shape.n_q - 1).bit_length())
+    return replace(choice, tile=replace(choice.tile, q=min(choice.tile.q, rows)))
+
+
+@cache
+def splits_of(programs: int, tiles: int, device: Any) -> int:
+    """How many programs share the keys of one: the fewest that keep nearly as much of the GPU busy as any number."""
+    most = max(1, tiles // _LEAST_TILES)
+    room = _PROGRAMS * processors(device)
+    busy = [programs * n / (-(-programs * n // room) * room) for n in range(1, min(most, room) + 1)]
+    return 1 + next(i for i, share in enumerate(busy) if share >= _NEARLY * max(busy))
+
+
+@cache
+def processors(device: Any) -> int:
+    """Multiprocessors of a GPU; where there is none, Triton's interpreter runs one program after the other."""
+    if device.type != "cuda":
+        return 1
+    return int(sys.modules["torch"].cuda.get_device_properties(device).multi_processor_count)

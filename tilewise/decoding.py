@@ -1,0 +1,76 @@
+"""Few queries at the end of long sequences, whose keys are in a cache: checks, and decoding by any forward pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tilewise import arrays, dispatch, schedule, validate
+from tilewise.cache import Cache
+from tilewise.cache.checks import check_like
+from tilewise.expr import Expr
+from tilewise.spec import Attention, Lengths, Partial, Positions, Shape
+from tilewise.validate import Call
+from tilewise.walking import remembered
+
+Forward = Callable[[Attention, Any, Any, Any], Partial]
+
+
+def prepare(q: Any, cache: Any, **options: Any) -> Call:
+    """Check a call of `decode`; its k and v are outlines of the cache, of which every sequence may be a part."""
+    if not isinstance(cache, Cache):
+        raise TypeError(
+            f"cache: expected a tw.KVCache or a tw.PagedKVCache, got {type(cache).__name__}; "
+            "tw.KVCache.like(k, v, capacity=n) makes one"
+        )
+    check_like("q", q, cache.k)
+    d = int(cache.k.shape[3])
+    if len(q.shape) != 4 or q.shape[0] != cache.batch or q.shape[3] != d:
+        raise ValueError(
+            f"q: expected ({cache.batch}, heads, queries, {d}) as the cache's batch and head dimension are, "
+            f"got shape {tuple(q.shape)}"
+        )
+    if q.shape[1] == 0 or q.shape[1] % cache.heads:
+        raise ValueError(f"q: its heads must be a multiple of the cache's {cache.heads} heads, got {q.shape[1]}")
+    call = validate.outline(q, *cache.outline(), **options)
+    for expr in call.spec.expressions:
+        _check_fit(expr, call.shape)
+    return call
+
+
+def _check_fit(expr: Expr, shape: Shape) -> None:
+    """Lengths change from call to call, so the expression must be right for all of them up to the capacity."""
+
+    def check(expr: Expr) -> bool:
+        validate.check_variant(Attention(1.0, score=expr), shape)
+        sequences = np.arange(shape.batch + 1)
+        schedule.check_integers(expr, shape, Lengths(sequences * shape.n_q, sequences * shape.n_k))
+        return True
+
+    remembered(expr, ("decoding", shape), check)
+
+
+def run(system: dispatch.Kernel, spec: Attention, q: Any, cache: Cache) -> Partial:
+    """By the system's kernels for decoding, or by its forward pass."""
+    own = dispatch.decoder(system)
+    return by_sequences(system.forward, spec, q, cache) if own is None else own.decode(spec, q, cache)
+
+
+def by_sequences(forward: Forward, spec: Attention, q: Any, cache: Cache) -> Partial:
+    """A forward pass on the keys of each sequence; on all at once if they are equally long and lie side by side."""
+    keys_and_values = cache.together()
+    if keys_and_values is not None:
+        return forward(spec, q, *keys_and_values)
+    parts = [
+        forward(replace(spec, positions=Positions(first_batch=b)), q[b : b + 1], *cache.sequence(b))
+        for b in range(cache.batch)
+    ]
+    return Partial(_joined([part.out for part in parts]), _joined([part.lse for part in parts]))
+
+
+def _joined(parts: list[Any]) -> Any:
+    return sys.modules["torch"].cat(parts) if arrays.is_torch(parts[0]) else np.concatenate(parts)

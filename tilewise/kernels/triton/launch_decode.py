@@ -1,0 +1,101 @@
+"""Decoding: the kernels of a call, and of what is appended to a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.cache import Cache
+from tilewise.cache.base import on_device
+from tilewise.kernels.triton import modules
+from tilewise.kernels.triton.arguments import loaded_by, power_of_2, sizes, steps_of, tensor
+from tilewise.kernels.triton.reach import reach
+from tilewise.kernels.triton.source import decode as decode_kernels
+from tilewise.kernels.triton.source import pages as pages_kernels
+from tilewise.kernels.triton.tuning import Pass, chosen, fitting_rows, splits_of
+from tilewise.spec import Attention, Partial, Shape
+
+_ROWS = 32  # of a program that appends, at most
+_AT_ONCE = 16  # shares that are merged at a time
+
+
+# Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
+@np.errstate(all="ignore")
+def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
+    """Attention of (batch, heads, n, d) queries, the last of their sequences, to a cache. Nothing waits for the GPU."""
+    k, v = _tensor(cache.k), _tensor(cache.v)
+    shape = Shape.of(spec, q, *cache.outline())
+    out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if 0 in out.shape:
+        return Partial(out, lse)
+    choice = fitting_rows(chosen(Pass.DECODE, shape), shape)
+    seen = reach(spec, shape)
+    row_tiles = -(-shape.group * shape.n_q // choice.tile.q)
+    programs = row_tiles * shape.heads_k * (1 if spec.batch_invariant else shape.batch)
+    splits = splits_of(programs, -(-min(seen.far, shape.n_k) // choice.tile.k), q.device)
+    is_whole = splits == 1
+    parts = Partial(out, lse) if is_whole else _parts(shape, splits, q.device)
+    sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
+    variant = modules.variant(spec)
+    grid = splits * row_tiles, shape.heads_k, shape.batch
+    decode_kernels.decode[grid](
+        q, k, v, parts.out, parts.lse, sinks, *_read(cache), steps_of(q), steps_of(k), steps_of(v),
+        (*steps_of(parts.out), 0 if is_whole else shape.d_v), (*steps_of(parts.lse), 0 if is_whole else 1),
+        _table_step(cache), tuple(seen), loaded_by(spec, q), shape.group, shape.n_q, cache.capacity, splits, spec.scale,
+        SCORE=getattr(variant, "score", None), MASK=getattr(variant, "mask", None),
+        HAS_SINKS=is_whole and spec.sinks is not None, PAGE=cache.page_size, **sizes(shape, choice.tile),
+        # The number of a page is loaded as far ahead as what the page holds, and so takes as many stages again.
+        num_warps=choice.warps, num_stages=choice.stages if cache.page_size is None else 2 * choice.stages - 1,
+    )  # fmt: skip
+    if not is_whole:
+        grid = shape.n_q, shape.heads, shape.batch
+        decode_kernels.merge[grid](
+            parts.out, parts.lse, out, lse, sinks, steps_of(out), steps_of(lse), shape.n_q, splits,
+            HAS_SINKS=spec.sinks is not None, SPLITS=power_of_2(splits), AT_ONCE=_AT_ONCE,
+            D_V=shape.d_v, COLUMNS=power_of_2(shape.d_v),
+        )  # fmt: skip
+    return Partial(out, lse)
+
+
+def append(cache: Cache, k: Any, v: Any, counts: Array) -> None:
+    """Write new keys and values behind those of each sequence; counts: how many of them are its own."""
+    n = int(k.shape[2])
+    if n == 0:
+        return
+    stored_k, stored_v = _tensor(cache.k), _tensor(cache.v)
+    k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+    is_ragged = bool(np.any(counts != n))
+    told = on_device(counts, k.device) if is_ragged else stored_k
+    rows, d, d_v = min(_ROWS, 1 << (n - 1).bit_length()), int(k.shape[3]), int(v.shape[3])
+    grid = -(-n // rows), cache.heads, cache.batch
+    pages_kernels.append[grid](
+        stored_k, stored_v, k, v, *_read(cache), told, *map(steps_of, (stored_k, stored_v, k, v)), _table_step(cache),
+        n, cache.capacity, PAGE=cache.page_size, HAS_COUNTS=is_ragged, ROWS=rows, D=d, D_V=d_v,
+        DEPTH=power_of_2(d), COLUMNS=power_of_2(d_v),
+    )  # fmt: skip
+
+
+def _tensor(x: Any) -> Any:
+    return x if arrays.is_torch(x) else arrays.as_tensor(x)
+
+
+def _read(cache: Cache) -> tuple[Any, Any]:
+    """Lengths, and the table of pages, or anything where there are none."""
+    lengths = _tensor(cache.lengths)
+    return lengths, lengths if cache.table is None else _tensor(cache.table)
+
+
+def _table_step(cache: Cache) -> int:
+    return 0 if cache.table is None else int(cache.table.shape[1])
+
+
+def _parts(shape: Shape, splits: int, device: Any) -> Partial:
+    """Room for the results over shares of the keys: (batch, heads, n, splits, d_v), and without the last."""
+    rows = shape.batch, shape.heads, shape.n_q, splits
+    out = torch.empty((*rows, shape.d_v), dtype=torch.float32, device=device)
+    return Partial(out, torch.empty(rows, dtype=torch.float32, device=device))

@@ -1,0 +1,70 @@
+"""A cache of keys and values in Triton: where its rows are, and new ones written behind them."""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.source.tiles import matrix
+
+
+@triton.jit
+def append(
+    k, v, new_k, new_v, lengths, table, counts, k_steps, v_steps, new_k_steps, new_v_steps, table_step, n, capacity,
+    PAGE: tl.constexpr, HAS_COUNTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """New keys and values behind those that a sequence has: some rows of one head."""
+    hk, b = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    count = n
+    if HAS_COUNTS:
+        count = tl.load(counts + b)
+    key = tl.load(lengths + b) + row
+    inside = (row < count) & (key < capacity)
+    unit, slot = b, key
+    if PAGE is not None:
+        pages = table + tl.cast(b, tl.int64) * table_step
+        unit, slot = tl.load(pages + key // PAGE, mask=inside, other=-1), key % PAGE
+        inside = inside & (unit >= 0)  # nothing is written to pages that the sequence has not
+    k_tile = gather_rows(matrix(new_k, new_k_steps, b, hk, row), inside, D, DEPTH)
+    v_tile = gather_rows(matrix(new_v, new_v_steps, b, hk, row), inside, D_V, COLUMNS)
+    scatter_rows(matrix(k, k_steps, unit, hk, slot), k_tile, inside, D, DEPTH)
+    scatter_rows(matrix(v, v_steps, unit, hk, slot), v_tile, inside, D_V, COLUMNS)
+
+
+@triton.jit
+def place_of_tile(pages, b, first, key, there, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The first and the third index of a tile's keys in storage: sequence and key, or page and key of it."""
+    unit, slot = b, key
+    if PAGE is not None:
+        slot = key % PAGE
+        if PAGE % TILE == 0:  # one page has them all
+            unit = tl.load(pages + first // PAGE)
+        else:
+            unit = tl.load(pages + key // PAGE, mask=there)
+        unit = tl.maximum(unit, 0)  # whatever a table holds, nothing is read before the first page
+    return unit, slot
+
+
+@triton.jit
+def gather_rows(at, there, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows that begin at these pointers, 0 in columns up to a power of 2 and where there is none (there: None, if all
+    are)."""
+    column = tl.arange(0, PADDED)
+    cells = at[:, None] + column[None, :]
+    if there is None:
+        if WIDTH == PADDED:
+            rows = tl.load(cells)
+        else:
+            rows = tl.load(cells, mask=(column < WIDTH)[None, :], other=0.0)
+    else:
+        if WIDTH == PADDED:
+            rows = tl.load(cells, mask=there[:, None], other=0.0)
+        else:
+            rows = tl.load(cells, mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def scatter_rows(at, rows, there, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    column = tl.arange(0, PADDED)
+    tl.store(at[:, None] + column[None, :], rows, mask=there[:, None] & (column < WIDTH)[None, :])
