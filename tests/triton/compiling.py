@@ -40,7 +40,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> No
     """In place of a launch."""
     options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
     given = dict(zip(self.arg_names, args, strict=False)) | named
-    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr}
+    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
     signature = {name: "constexpr" if name in constants else _type(given[name]) for name in self.arg_names}
     source = ASTSource(fn=self, signature=signature, constexprs=constants)
     triton.compile(source, target=TARGET, options=options)
@@ -65,6 +65,8 @@ def main() -> None:
         _call(Attention(0.1, causal, tw.softcap(30.0), sinks=np.zeros(4, np.float32)), dtype, d)
     for score in scores:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
+    for dtype, rope in ((torch.bfloat16, tw.Rope()), (torch.float16, tw.Rope(24, interleaved=True))):
+        _call(Attention(0.1, causal, tw.S + scores[0] + scores[2], rope=rope), dtype, 64)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")
 
