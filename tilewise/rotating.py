@@ -28,17 +28,17 @@ def apply_rope(x: Any, rope: Rope, *, positions: Any = None) -> Any:
         rope = replace(rope, positions=positions, positions_k=None)
     wide = expand(x, rank)
     check(rope, wide.shape[0], {"positions": wide.shape[2]}, wide.shape[3])
-    return restore(turned(wide, rotation_of(wide, rope)), rank)
+    return restore(turned(wide, rotation_of(rope, wide.shape[2], wide.shape[3], like=x)), rank)
 
 
-def rotation_of(x: Any, rope: Rope) -> Rotation:
-    """What the rows of a (batch, heads, n, d) array are turned by, where the array is."""
-    where = (range(x.shape[2]),) if rope.positions is None else rope.positions
-    if arrays.is_torch(x):
+def rotation_of(rope: Rope, n: int, d: int, like: Any) -> Rotation:
+    """What n rows of d numbers are turned by, in the library, on the device and in the precision of `like`."""
+    where = (range(n),) if rope.positions is None else rope.positions
+    if arrays.is_torch(like):
         from tilewise.pytorch.rope import rotation_on
 
-        return rotation_on(x.device, rope, where, x.shape[3], arrays.dtype_name(x) == "float64")
-    return rotation(rope, where, x.shape[3], arrays.compute_dtype(arrays.dtype_name(x)))
+        return rotation_on(like.device, rope, where, d, arrays.dtype_name(like) == "float64")
+    return rotation(rope, where, d, arrays.compute_dtype(arrays.dtype_name(like)))
 
 
 def turned(x: Any, rotation: Rotation) -> Any:

@@ -17,7 +17,8 @@ from triton.runtime.jit import JITFunction
 
 import tilewise as tw
 from tilewise.expr import H, K, Q, load
-from tilewise.kernels.triton import launch
+from tilewise.kernels.triton import launch, launch_projection
+from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -54,6 +55,13 @@ def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False) -> N
         launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), done.lse, None)
 
 
+def _project(dtype: torch.dtype, d: int, rope: tw.Rope | None) -> None:
+    x, w = torch.zeros(2, 160, 200, dtype=dtype), torch.zeros(200, 4 * d, dtype=dtype)
+    turn = None if rope is None else rotation_on(x.device, rope, (range(160),), d)
+    y = launch_projection.project(x, w, w[0], turn, 4, 3)
+    launch_projection.gather(y, turn, 3)
+
+
 def main() -> None:
     JITFunction.run = _compile
     causal, bias = tw.causal(), np.zeros((1, 4, 160, 160), np.float32)
@@ -67,6 +75,10 @@ def main() -> None:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
     for dtype, rope in ((torch.bfloat16, tw.Rope()), (torch.float16, tw.Rope(24, interleaved=True))):
         _call(Attention(0.1, causal, tw.S + scores[0] + scores[2], rope=rope), dtype, 64)
+    for dtype, d, rope in (
+        (torch.bfloat16, 128, tw.Rope()), (torch.float16, 80, tw.Rope(24, interleaved=True)), (torch.float32, 64, None),
+    ):  # fmt: skip
+        _project(dtype, d, rope)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")
 

@@ -13,7 +13,10 @@ import pytest
 
 from tilewise.kernels.triton import source
 
-KERNELS = {"basic", "forward", "prepare", "d_query", "d_keys", "of_rows", "of_columns", "of_pairs", "of_distances"}
+KERNELS = {
+    "basic", "forward", "prepare", "d_query", "d_keys", "of_rows", "of_columns", "of_pairs", "of_distances",
+    "project", "gather",
+}  # fmt: skip
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -13,11 +13,11 @@ def turning(spec: Attention, shape: Shape, q: Any) -> dict[str, Any]:
     """The arguments of kernels that load q and k; without an embedding no pairs, and nothing else."""
     if spec.rope is None:
         return {"turns": None, "PAIRS": 0, "INTERLEAVED": False}
-    turns = tuple(map(_turn, rotations_on(q.device, spec.rope, shape, spec.lengths)))
+    turns = tuple(map(as_argument, rotations_on(q.device, spec.rope, shape, spec.lengths)))
     return {"turns": turns, "PAIRS": spec.rope.pairs(shape.d), "INTERLEAVED": spec.rope.interleaved}
 
 
-def _turn(rotation: Rotation) -> tuple[Any, Any, int, int]:
+def as_argument(rotation: Rotation) -> tuple[Any, Any, int, int]:
     """cos and sin, and the steps from one batch index, and one row, to the next."""
     cos, sin = rotation.cos, rotation.sin
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:  # tables that a caller gave lie anyhow

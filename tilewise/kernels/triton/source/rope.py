@@ -67,12 +67,9 @@ def load_turned(
     x, step, row, n, turn, b, begin, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
-    at = x + row[:, None].to(tl.int64) * step
-    inside = row[:, None] < n
-    one = tl.load(at + first[None, :], mask=inside & (first < WIDTH)[None, :], other=0.0).to(tl.float32)
-    other = tl.load(at + second[None, :], mask=inside & (second < WIDTH)[None, :], other=0.0).to(tl.float32)
-    cos, sin = angles_of(turn, b, begin, row, n, PADDED, PAIRS)
+    at, inside = x + row[:, None].to(tl.int64) * step, row[:, None] < n
+    one, other = load_pairs(at, inside, WIDTH, PADDED, PAIRS, INTERLEAVED)
+    cos, sin = angles_of(turn, b, begin + row, inside, PADDED, PAIRS)
     made = tl.join(one * cos - other * sin, other * cos + one * sin)
     return narrow(tl.reshape(made, (row.shape[0], PADDED)), x.dtype.element_ty)
 
@@ -82,27 +79,34 @@ def store_turned_back(
     x, step, row, n, values, turn, b, begin, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
+    at, inside = x + row[:, None].to(tl.int64) * step, row[:, None] < n
     one, other = tl.split(tl.reshape(values, (row.shape[0], PADDED // 2, 2)))
-    cos, sin = angles_of(turn, b, begin, row, n, PADDED, PAIRS)
-    store_pairs(x, step, row, n, one * cos + other * sin, other * cos - one * sin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+    cos, sin = angles_of(turn, b, begin + row, inside, PADDED, PAIRS)
+    store_pairs(at, inside, one * cos + other * sin, other * cos - one * sin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+
+
+@triton.jit
+def load_pairs(at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first and the second numbers of pairs, to compute with. at: where rows begin, one below the other."""
+    first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
+    one = tl.load(at + first[None, :], mask=inside & (first < WIDTH)[None, :], other=0.0)
+    other = tl.load(at + second[None, :], mask=inside & (second < WIDTH)[None, :], other=0.0)
+    return one.to(tl.float32), other.to(tl.float32)
 
 
 @triton.jit
 def store_pairs(
-    x, step, row, n, one, other, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """The first and the second numbers of pairs, where they belong."""
+    at, inside, one, other, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):
     first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
-    at = x + row[:, None].to(tl.int64) * step
-    inside = row[:, None] < n
-    tl.store(at + first[None, :], narrow(one, x.dtype.element_ty), mask=inside & (first < WIDTH)[None, :])
-    tl.store(at + second[None, :], narrow(other, x.dtype.element_ty), mask=inside & (second < WIDTH)[None, :])
+    stored: tl.constexpr = at.dtype.element_ty
+    tl.store(at + first[None, :], narrow(one, stored), mask=inside & (first < WIDTH)[None, :])
+    tl.store(at + second[None, :], narrow(other, stored), mask=inside & (second < WIDTH)[None, :])
 
 
 @triton.jit
 def columns_of_pairs(PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Where the first and the second number of each pair are stored; behind those that are turned neighbours pair up."""
+    """Where the first and the second number of each pair are stored; behind those that are turned, neighbours pair."""
     pair = tl.arange(0, PADDED // 2)
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
@@ -112,10 +116,10 @@ def columns_of_pairs(PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.
 
 
 @triton.jit
-def angles_of(turn, b, begin, row, n, PADDED: tl.constexpr, PAIRS: tl.constexpr):
-    """cos and sin for each row and pair."""
+def angles_of(turn, b, row, inside, PADDED: tl.constexpr, PAIRS: tl.constexpr):
+    """cos and sin for each row and pair. b: one number, or one a row."""
     cos, sin, batch_step, row_step = turn
     pair = tl.arange(0, PADDED // 2)
-    at = tl.cast(b, tl.int64) * batch_step + (begin + row)[:, None].to(tl.int64) * row_step + pair[None, :]
-    known = (row[:, None] < n) & (pair < PAIRS)[None, :]
+    at = (tl.cast(b, tl.int64) * batch_step + row.to(tl.int64) * row_step)[:, None] + pair[None, :]
+    known = inside & (pair < PAIRS)[None, :]
     return tl.load(cos + at, mask=known, other=1.0), tl.load(sin + at, mask=known, other=0.0)
