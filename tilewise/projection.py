@@ -101,27 +101,21 @@ def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
 def _chosen(kernel: Any, x: Any) -> str:
     if kernel not in _KERNELS:
         raise ValueError(f"kernel: expected one of {', '.join(_KERNELS)}, got {kernel!r}")
-    if kernel == "triton" or (kernel == "auto" and "triton" in dispatch.NAMES and arrays.is_torch(x)):
-        reason = _not_triton(x)
-        if reason is None:
-            return "triton"
-        if kernel == "triton":
-            raise dispatch.Unsupported(f"kernel 'triton' cannot compute this projection: {reason}")
-    return "matmul"
+    if kernel == "matmul" or (kernel == "auto" and "triton" not in dispatch.NAMES):
+        return "matmul"
+    reason = _not_triton(x)
+    if reason is not None and kernel == "triton":
+        raise dispatch.Unsupported(f"kernel 'triton' cannot compute this projection: {reason}; take kernel='matmul'")
+    return "triton" if reason is None else "matmul"
 
 
 def _not_triton(x: Any) -> str | None:
-    from tilewise.kernels.triton import DTYPES
-    from tilewise.kernels.triton.modules import is_interpreted
+    if not arrays.is_torch(x):
+        return "it takes tensors of PyTorch, and x is a NumPy array"
+    from tilewise.pytorch.projection import unsupported
 
-    reason = dispatch.kernel("triton").unavailable()
-    if reason is not None:
-        return reason
-    if not arrays.is_torch(x) or (arrays.device_name(x) == "cpu") != is_interpreted():
-        return f"it takes tensors of PyTorch on a GPU, and x is on {arrays.device_name(x)}; kernel='matmul' takes it"
-    if arrays.dtype_name(x) not in DTYPES:
-        return f"it computes {', '.join(DTYPES)}, and x is {arrays.dtype_name(x)}; kernel='matmul' takes it"
-    return None
+    reason: str | None = unsupported(arrays.device_name(x), arrays.dtype_name(x))
+    return reason
 
 
 def _multiplied(x: Any, w: Any, b: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise import dispatch
 from tilewise.rope import Rotation
 
 
@@ -16,6 +17,20 @@ def project(x: Tensor, w: Tensor, bias: Tensor | None, turn: Rotation | None, he
     interleaved = turn is not None and turn.interleaved
     made: Tensor = _project(x, w, bias, cos, sin, interleaved, heads + 2 * heads_k, heads + heads_k)
     return made
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def unsupported(device: str, dtype: str) -> str | None:
+    """Why Triton's kernel cannot take such tensors, or None; asked once where torch.compile reads."""
+    from tilewise.kernels.triton import DTYPES
+    from tilewise.kernels.triton.modules import is_interpreted
+
+    reason = dispatch.kernel("triton").unavailable()
+    if reason is None and (device == "cpu") != is_interpreted():
+        reason = f"it computes on GPUs, by its interpreter on CPUs, and x is on {device}"
+    if reason is None and dtype not in DTYPES:
+        reason = f"it computes {', '.join(DTYPES)}, and x is {dtype}"
+    return reason
 
 
 @torch.library.custom_op("tilewise::qkv_projection", mutates_args=())  # type: ignore[untyped-decorator]
