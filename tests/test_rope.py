@@ -246,6 +246,24 @@ def test_vmap(turns: tw.Rope) -> None:
     assert torch.allclose(grad, q.grad)
 
 
+def test_the_operator_checks_positions_itself() -> None:
+    """Whoever calls it by its name cannot make a kernel read beyond them."""
+    from tilewise.pytorch.operator import attention
+
+    q, k, v = tensors(1, 1, 4, 8)
+    line = '{"kernel": "numpy", "scale": 1.0, "rope": {"base": 10.0}, "rope arrays": {"positions": 0}}'
+    assert attention(q, k, v, [torch.arange(4)], None, line)[0].shape == q.shape
+    with pytest.raises(ValueError, match=r"positions must be \(4,\) or \(1, 4\)"):
+        attention(q, k, v, [torch.arange(3)], None, line)
+
+
+def test_numbers_of_numpy() -> None:
+    """They travel as text, as Python's do."""
+    q, k, v = tensors(1, 1, 4, 8)
+    plain = tw.attention(q, k, v, rope=tw.Rope(4, 32.0))
+    assert torch.equal(tw.attention(q, k, v, rope=tw.Rope(np.int64(4), np.float32(32.0))), plain)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 X = np.ones((1, 2, 3, 8), np.float32)

@@ -52,7 +52,9 @@ class Rope:
     def __post_init__(self) -> None:
         if self.dim is not None:
             _check_dim(self.dim)
+            object.__setattr__(self, "dim", int(self.dim))
         _check_base(self.base)
+        object.__setattr__(self, "base", float(self.base))
         if not isinstance(self.interleaved, bool):
             raise TypeError(f"Rope: interleaved must be True or False, got {self.interleaved!r}")
         if self.positions is None and self.positions_k is not None:

@@ -221,7 +221,7 @@ def _spec(
     if causal:
         mask_expr = variants.causal() if mask_expr is None else variants.causal() & mask_expr
     if rope is not None:
-        check_rope(rope, q.shape[0], {"positions": q.shape[2], "positions_k": k.shape[2]}, q.shape[3])
+        _check_rope(rope, q.shape[0], q.shape[2], k.shape[2], q.shape[3])
     spec = Attention(
         _scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant),
         rope=rope,
@@ -294,6 +294,10 @@ def _sinks(sinks: Any, q: Any) -> Any:
     return sinks
 
 
+def _check_rope(rope: Any, batch: int, n_q: int, n_k: int, d: int) -> None:
+    check_rope(rope, batch, {"positions": n_q, "positions_k": n_k}, d)
+
+
 def _lengths(name: str, lengths: Any) -> Any:
     if not arrays.is_array(lengths):
         try:
@@ -338,6 +342,8 @@ def _check_device(array: Any, q: Any) -> None:
 
 def check_variant(spec: Attention, shape: Shape) -> None:
     """Refuse arrays that do not fit the shape, and shapes at which the variant's integers would overflow."""
+    if spec.rope is not None:
+        _check_rope(spec.rope, shape.batch, shape.n_q, shape.n_k, shape.d)
     batch, n_q, n_k = shape.batch, shape.total_q, shape.total_k
     if spec.lengths is not None:
         batch = len(spec.lengths.q) - 1
