@@ -258,7 +258,7 @@ def _tables(dim: int, base: float, rows: int, dtype: np.dtype[Any]) -> tuple[Arr
 
 
 def cos_and_sin(positions: Array, rope: Rope, d: int, dtype: npt.DTypeLike) -> tuple[Array, Array]:
-    """Angles are computed in a wider type than the result's: at position 100,000 float32 would have no digits left."""
+    """Angles are computed in a wider type than the result's: at position 100,000 one of float32 is off by 0.004."""
     wide = np.float64 if np.dtype(dtype).itemsize < 8 else np.longdouble
     pairs = rope.pairs(d)
     angles = positions.astype(wide)[..., None] * wide(rope.base) ** (np.arange(pairs, dtype=wide) / -pairs)
