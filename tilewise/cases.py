@@ -68,9 +68,15 @@ def _positions(rng: Rng, *shape: int) -> Array:
     return rng.integers(0, 5000, shape).astype(np.int32)
 
 
+def _part(s: Shape, share: int) -> int:
+    """An even number of a head's numbers, two at least."""
+    return max(s.d // (2 * share) * 2, 2)
+
+
 def _scaled_rope(s: Shape) -> Rope:
     """By tables: frequencies a quarter as high, numbers a tenth larger."""
-    angles = np.arange(max(s.n_q, s.n_k))[:, None] * 500.0 ** (-np.arange(6) / 6) / 4
+    pairs = _part(s, 3) // 2
+    angles = np.arange(max(s.n_q, s.n_k))[:, None] * 500.0 ** (-np.arange(pairs) / pairs) / 4
     return Rope(cos=(1.1 * np.cos(angles)).astype(np.float32), sin=(1.1 * np.sin(angles)).astype(np.float32))
 
 
@@ -114,8 +120,8 @@ VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     "functions": lambda rng, s: {"score": ex.log(1 + ex.exp(S)) - 0.1 * ex.minimum(abs(Q - K), 6) / (1 + H)},
     "rope": lambda rng, s: {"causal": True, "rope": Rope()},
     "rope interleaved": lambda rng, s: {"mask": window(30), "rope": Rope(interleaved=True, base=500.0)},
-    "rope of a part": lambda rng, s: {"score": softcap(2.0), "rope": Rope(dim=s.d // 4 * 2)},
-    "rope of a part, interleaved": lambda rng, s: {"causal": True, "rope": Rope(dim=6, interleaved=True)},
+    "rope of a part": lambda rng, s: {"score": softcap(2.0), "rope": Rope(dim=_part(s, 2))},
+    "rope of a part, interleaved": lambda rng, s: {"causal": True, "rope": Rope(dim=_part(s, 6), interleaved=True)},
     "rope of positions": lambda rng, s: {
         "rope": Rope(positions=_positions(rng, s.batch, s.n_q), positions_k=_positions(rng, s.n_k)),
     },
@@ -143,7 +149,9 @@ PACKED_VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     "rope": VARIANTS["rope"],
     "rope of positions": lambda rng, s: {
         "causal": True,
-        "rope": Rope(dim=12, positions=_positions(rng, s.n_q), positions_k=_positions(rng, s.n_k), interleaved=True),
+        "rope": Rope(
+            _part(s, 2), interleaved=True, positions=_positions(rng, s.n_q), positions_k=_positions(rng, s.n_k)
+        ),
     },
     "packed ids": lambda rng, s: {"mask": ex.load(_ids(rng, s.n_q), ex.QP) == ex.load(_ids(rng, s.n_k), ex.KP)},
     "bias by sequence": lambda rng, s: {"score": S + ex.load(_normal(rng, s.batch), B, grad=True)},
