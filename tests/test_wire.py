@@ -47,12 +47,14 @@ def test_the_scale_has_all_its_bits(scale: float) -> None:
 def test_nothing_is_forgotten() -> None:
     """A field added to Attention must travel too."""
     spec = Attention(
-        0.5, K <= Q, S * 2.0, np.ones(2), Lengths(np.array([0, 3]), np.array([0, 4])), Positions(1, 2, 30, 40), True
-    )
+        0.5, K <= Q, S * 2.0, np.ones(2), Lengths(np.array([0, 3]), np.array([0, 4])), Positions(1, 2, 30, 40), True,
+        tw.Rope(4, 500.0, True, np.arange(3), np.arange(4), np.ones((9, 2)), np.zeros((9, 2))),
+    )  # fmt: skip
     _, again = _again(spec, "numpy")
     assert again.positions == spec.positions
     assert again.batch_invariant
-    assert set(vars(again)) == {"scale", "mask", "score", "sinks", "lengths", "positions", "batch_invariant"}
+    assert set(vars(again)) == {"scale", "mask", "score", "sinks", "lengths", "positions", "batch_invariant", "rope"}
+    assert vars(again.rope) == vars(spec.rope)
 
 
 def test_an_expression_without_arrays_comes_back_itself() -> None:

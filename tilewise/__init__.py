@@ -9,6 +9,9 @@ from tilewise.flex import from_mask_mod, from_score_mod
 from tilewise.kernels.cpu.library import get_num_threads, set_num_threads
 from tilewise.merging import merge
 from tilewise.picture import picture
+from tilewise.projection import fused_qkv_projection
+from tilewise.rope import Rope
+from tilewise.rotating import apply_rope
 from tilewise.sdpa import scaled_dot_product_attention
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.text import ExpressionError, parse
@@ -30,11 +33,13 @@ __all__ = [
     "PagedKVCache",
     "Partial",
     "Q",
+    "Rope",
     "S",
     "Tile",
     "Unsupported",
     "__version__",
     "alibi",
+    "apply_rope",
     "attention",
     "attention_varlen",
     "attention_vjp",
@@ -48,6 +53,7 @@ __all__ = [
     "explain",
     "from_mask_mod",
     "from_score_mod",
+    "fused_qkv_projection",
     "get_num_threads",
     "load",
     "log",

@@ -10,6 +10,7 @@ import numpy as np
 
 from tilewise import arrays, decoding, dispatch, reference
 from tilewise.explanation import Explanation, explain_call
+from tilewise.rope import Rope
 from tilewise.spec import Grads
 from tilewise.validate import prepare, prepare_varlen
 
@@ -24,6 +25,7 @@ def attention(
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
+    rope: Rope | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -37,12 +39,13 @@ def attention(
     causal: short for mask=tw.causal().  mask: an expression, or a boolean (True: may attend) or float (added) array.
     score: an expression over tw.S, the scaled score.  scale: 1 / sqrt(d) unless given.
     sinks: (heads,) floats, a logit per query head that joins each row sum.
+    rope: tw.Rope(...), a rotary embedding: q and k are turned by their positions on the way.
     kernel: "auto" or the name of a kernel system, which is then never swapped for another.
     return_lse: also return the log of each row's sum of exp(score).
     batch_invariant: a sequence's result has the same bits whatever else is in the batch.
     """
     options = {
-        "causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks,
+        "causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope,
         "batch_invariant": batch_invariant,
     }  # fmt: skip
     return _run(q, k, v, None, kernel, return_lse, options)
@@ -60,6 +63,7 @@ def attention_varlen(
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
+    rope: Rope | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -71,7 +75,7 @@ def attention_varlen(
     The rest is as in `attention`. lse is (total, heads).
     """
     options = {
-        "causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks,
+        "causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope,
         "batch_invariant": batch_invariant,
     }  # fmt: skip
     return _run(q, k, v, (lengths_q, lengths_k), kernel, return_lse, options)
@@ -123,6 +127,7 @@ def attention_vjp(
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
+    rope: Rope | None = None,
     lengths_q: Any = None,
     lengths_k: Any = None,
     kernel: str = "auto",
@@ -140,6 +145,7 @@ def attention_vjp(
         "score": score,
         "scale": scale,
         "sinks": sinks,
+        "rope": rope,
         "batch_invariant": batch_invariant,
     }
     if (lengths_q is None) != (lengths_k is None):
@@ -169,6 +175,7 @@ def explain(
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
+    rope: Rope | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -176,8 +183,9 @@ def explain(
     """What `attention` would do with these arguments: the kernel system, why not the others, the plan. Print it."""
     del return_lse  # every kernel computes it
     call = prepare(
-        q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
-    )
+        q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, rope=rope,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     return explain_call(call, kernel)
 
 
@@ -192,12 +200,13 @@ def weights(
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
+    rope: Rope | None = None,
 ) -> Any:
     """Attention weights of the chosen query rows alone: (..., len(rows), keys). Memory grows with the rows asked for.
 
     rows: an integer or a sequence of them; negative ones count from the end. With sinks a row sums to less than 1.
     """
-    call = prepare(q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks)
+    call = prepare(q, k, v, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, rope=rope)
     if call.shape.device != "cpu":
         raise dispatch.Unsupported(
             f"weights: computed in main memory, and q is on {call.shape.device}; move it with .cpu()"

@@ -34,6 +34,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) or is_torch(x)
 
 
+def library(x: Any) -> Any:
+    """NumPy or PyTorch, whose functions of one name mean the same."""
+    return sys.modules["torch"] if is_torch(x) else np
+
+
 def dtype_name(x: Any) -> str:
     """'float32', 'bfloat16', 'bool' ... whichever library the array comes from."""
     if compiling():  # which sees NumPy arrays as tensors, and knows no NumPy types

@@ -15,6 +15,7 @@ from tilewise import arrays, validate
 from tilewise import expr as ex
 from tilewise.arrays import Array
 from tilewise.expr import NK, NQ, B, H, K, Q, S
+from tilewise.rope import Rope
 from tilewise.spec import Shape
 from tilewise.variants import alibi, bias, causal, dense, dilated, document, prefix, relative, softcap, t5, window
 
@@ -63,6 +64,22 @@ def _masked_bias(rng: Rng, s: Shape) -> Array:
     return values
 
 
+def _positions(rng: Rng, *shape: int) -> Array:
+    return rng.integers(0, 5000, shape).astype(np.int32)
+
+
+def _part(s: Shape, share: int) -> int:
+    """An even number of a head's numbers, two at least."""
+    return max(s.d // (2 * share) * 2, 2)
+
+
+def _scaled_rope(s: Shape) -> Rope:
+    """By tables: frequencies a quarter as high, numbers a tenth larger."""
+    pairs = _part(s, 3) // 2
+    angles = np.arange(max(s.n_q, s.n_k))[:, None] * 500.0 ** (-np.arange(pairs) / pairs) / 4
+    return Rope(cos=(1.1 * np.cos(angles)).astype(np.float32), sin=(1.1 * np.sin(angles)).astype(np.float32))
+
+
 # Each makes the options of one attention call, its arrays drawn from the generator.
 VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     "full": lambda rng, s: {},
@@ -101,6 +118,20 @@ VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     "heads differ": lambda rng, s: {"mask": (K <= Q + (NK - NQ)) & (abs(Q - K) < 8 * (H + 1) + B)},
     "masking score": lambda rng, s: {"score": ex.where(K % 5 == 2, -np.inf, S * 0.5)},
     "functions": lambda rng, s: {"score": ex.log(1 + ex.exp(S)) - 0.1 * ex.minimum(abs(Q - K), 6) / (1 + H)},
+    "rope": lambda rng, s: {"causal": True, "rope": Rope()},
+    "rope interleaved": lambda rng, s: {"mask": window(30), "rope": Rope(interleaved=True, base=500.0)},
+    "rope of a part": lambda rng, s: {"score": softcap(2.0), "rope": Rope(dim=_part(s, 2))},
+    "rope of a part, interleaved": lambda rng, s: {"causal": True, "rope": Rope(dim=_part(s, 6), interleaved=True)},
+    "rope of positions": lambda rng, s: {
+        "rope": Rope(positions=_positions(rng, s.batch, s.n_q), positions_k=_positions(rng, s.n_k)),
+    },
+    "rope by tables": lambda rng, s: {"causal": True, "rope": _scaled_rope(s)},
+    "rope and learned scores": lambda rng, s: {
+        "mask": causal() | prefix(4), "rope": Rope(base=100.0),
+        "score": alibi(rng.random(s.heads).astype(np.float32), grad=True)
+        >> bias(_normal(rng, 1, 1, s.n_q, s.n_k), grad=True) >> bias(_normal(rng, s.batch, 1, 1, s.n_k), grad=True)
+        >> relative(_normal(rng, 9), grad=True),
+    },
     "nothing seen": lambda rng, s: {"mask": K < 0},
     "every other row": lambda rng, s: {"mask": Q % 2 == 0},
 }  # fmt: skip
@@ -115,6 +146,13 @@ PACKED_VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     "window": VARIANTS["window"],
     "softcap, alibi": VARIANTS["softcap, alibi"],
     "sinks": VARIANTS["sinks"],
+    "rope": VARIANTS["rope"],
+    "rope of positions": lambda rng, s: {
+        "causal": True,
+        "rope": Rope(
+            _part(s, 2), interleaved=True, positions=_positions(rng, s.n_q), positions_k=_positions(rng, s.n_k)
+        ),
+    },
     "packed ids": lambda rng, s: {"mask": ex.load(_ids(rng, s.n_q), ex.QP) == ex.load(_ids(rng, s.n_k), ex.KP)},
     "bias by sequence": lambda rng, s: {"score": S + ex.load(_normal(rng, s.batch), B, grad=True)},
 }
@@ -187,9 +225,10 @@ def conformance() -> list[Case]:
     cases += [
         Case(variant, "grouped", dtype)
         for dtype in ("float16", "bfloat16", "float64")
-        for variant in ("full", "causal", "t5", "all at once")
+        for variant in ("full", "causal", "t5", "all at once", "rope")
     ]
-    cases += [Case(variant, "grouped", strided=True) for variant in ("causal", "bias")]
+    cases += [Case(variant, "grouped", strided=True) for variant in ("causal", "bias", "rope")]
+    cases += [Case("rope", shape) for shape in ("more queries than keys", "one query", "no queries", "no keys")]
     cases += [Case(variant, shape) for shape in PACKED for variant in PACKED_VARIANTS]
     cases += [Case("causal", "grouped", dtype, magnitude=1e4) for dtype in ("float16", "float32")]
     return cases + _for_tensor_cores()

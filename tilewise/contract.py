@@ -18,6 +18,7 @@ from tilewise.arrays import Array
 from tilewise.cases import Case
 from tilewise.dispatch import Kernel
 from tilewise.expr import Expr, Loaded, from_records, records
+from tilewise.rope import Rope
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.validate import Call
 
@@ -198,9 +199,13 @@ def on_device(call: Call, device: str, copy: Callable[[Array, str], Any] = _copi
 
     spec = replace(
         call.spec, mask=expression(call.spec.mask), score=expression(call.spec.score),
-        sinks=None if call.spec.sinks is None else move(call.spec.sinks),
+        sinks=None if call.spec.sinks is None else move(call.spec.sinks), rope=_moved(call.spec.rope, move),
     )  # fmt: skip
     return replace(call, spec=spec, q=move(call.q), k=move(call.k), v=move(call.v))
+
+
+def _moved(rope: Rope | None, move: Callable[[Array], Any]) -> Rope | None:
+    return None if rope is None else replace(rope, **{name: move(x) for name, x in rope.arrays.items()})
 
 
 def on_host(x: Any) -> Any:

@@ -56,6 +56,8 @@ def describe(spec: Attention, shape: Shape) -> str:
         f"{shape.dtype} on {shape.device}"
     ]
     lines += [f"{name}: {expr}" for name, expr in (("mask", spec.mask), ("score", spec.score)) if expr is not None]
+    if spec.rope is not None:
+        lines.append(f"rope: {spec.rope}; cpu turns q and k before its tiles, the others tile by tile")
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from tilewise.arrays import Array
 from tilewise.derivative import derivative
 from tilewise.expr import Expr, S
 from tilewise.kernels.numpy.ops import clamp, numpy_ops
+from tilewise.rope import rotations
 from tilewise.spec import Attention, Grads, Partial, Shape
 from tilewise.walking import evaluate, evaluate_all, nodes
 
@@ -29,6 +30,7 @@ def forward(
     """softmax(score(scale * q k^T), where the mask holds) v, on (batch, heads, n, d) arrays."""
     q, k, v = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k, v))
     shape = Shape.of(spec, q, k, v)
+    q, k = _turned(spec, shape, q, k, dtype, store)
     out, lse = np.zeros((*q.shape[:3], v.shape[3]), dtype), np.zeros(q.shape[:3], dtype)
     for part, rows, cols in shape.sequences(spec.lengths):
         score, _ = _scores(spec, part, q[:, :, rows], k[:, :, cols], dtype)
@@ -51,6 +53,7 @@ def backward(
     q, k, v, d_out = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k, v, d_out))
     d_lse = np.zeros(q.shape[:3], dtype) if d_lse is None else arrays.widen(arrays.as_numpy(d_lse), dtype)
     shape = Shape.of(spec, q, k, v)
+    q, k = _turned(spec, shape, q, k, dtype, store)
     d_q, d_k, d_v = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     d_sinks = None if spec.sinks is None else np.zeros(shape.heads, dtype)
     d_arrays = {id(slot.array): np.zeros(tuple(slot.array.shape), dtype) for slot in spec.wanted}
@@ -83,6 +86,9 @@ def backward(
                 np.add.at(grad, tuple(np.broadcast_to(a, d_score.shape) for a in at), contribution)
             else:  # an array of no dimensions
                 grad += contribution.sum()
+    if spec.rope is not None:
+        turn_q, turn_k = rotations(spec.rope, shape, spec.lengths, dtype)
+        d_q, d_k = turn_q.back().turned(d_q), turn_k.back().turned(d_k)
     return Grads(store(d_q), store(d_k), store(d_v), d_sinks, tuple(d_arrays.values()))
 
 
@@ -96,8 +102,20 @@ def weights(spec: Attention, q: Any, k: Any, rows: Array) -> Array:
     """The weights of chosen query rows alone, (batch, heads, rows, keys), in the type of q or at least float32."""
     dtype = arrays.compute_dtype(arrays.dtype_name(q))
     q, k = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k))
-    score, _ = _scores(spec, Shape.of(spec, q, k, k), q[:, :, rows], k, dtype, rows)
+    shape = Shape.of(spec, q, k, k)
+    q, k = _turned(spec, shape, q, k, dtype)
+    score, _ = _scores(spec, shape, q[:, :, rows], k, dtype, rows)
     return _softmax(spec, score)[0]
+
+
+def _turned(
+    spec: Attention, shape: Shape, q: Array, k: Array, dtype: npt.DTypeLike, store: Store = lambda x: x
+) -> tuple[Array, Array]:
+    """q and k as their positions turn them."""
+    if spec.rope is None:
+        return q, k
+    turn_q, turn_k = rotations(spec.rope, shape, spec.lengths, dtype)
+    return store(turn_q.turned(q)), store(turn_k.turned(k))
 
 
 def _scores(

@@ -10,6 +10,7 @@ from typing import Any
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import Expr, Loaded
+from tilewise.rope import Rope
 from tilewise.walking import loads
 
 
@@ -61,6 +62,7 @@ class Attention:
     lengths: Lengths | None = None
     positions: Positions = Positions()
     batch_invariant: bool = False
+    rope: Rope | None = None  # q and k are turned by their positions first
 
     @property
     def raw_scores(self) -> bool:

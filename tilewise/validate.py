@@ -17,6 +17,7 @@ import numpy as np
 
 from tilewise import arrays, schedule, variants
 from tilewise.expr import BOOL, Expr, as_float, keep
+from tilewise.rope import check as check_rope
 from tilewise.sharing import lazy
 from tilewise.spec import Attention, Lengths, Shape
 from tilewise.walking import nodes, variables
@@ -200,6 +201,7 @@ def _spec(
     score: Any = None,
     scale: Any = None,
     sinks: Any = None,
+    rope: Any = None,
     batch_invariant: Any = False,
 ) -> Attention:
     for name, flag in (("causal", causal), ("batch_invariant", batch_invariant)):
@@ -218,9 +220,12 @@ def _spec(
             score_expr = added if score_expr is None else score_expr >> added
     if causal:
         mask_expr = variants.causal() if mask_expr is None else variants.causal() & mask_expr
+    if rope is not None:
+        _check_rope(rope, q.shape[0], q.shape[2], k.shape[2], q.shape[3])
     spec = Attention(
-        _scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant)
-    )
+        _scale(scale, q), mask_expr, score_expr, _sinks(sinks, q), lengths, batch_invariant=bool(batch_invariant),
+        rope=rope,
+    )  # fmt: skip
     for expr in spec.expressions:
         keep(expr)
     return spec
@@ -289,6 +294,10 @@ def _sinks(sinks: Any, q: Any) -> Any:
     return sinks
 
 
+def _check_rope(rope: Any, batch: int, n_q: int, n_k: int, d: int) -> None:
+    check_rope(rope, batch, {"positions": n_q, "positions_k": n_k}, d)
+
+
 def _lengths(name: str, lengths: Any) -> Any:
     if not arrays.is_array(lengths):
         try:
@@ -318,19 +327,23 @@ def _on_one_device(call: Call) -> Call:
     for slot in call.spec.loaded:
         if not slot.constant:
             _check_device(slot.array, call.q)
+    for array in () if call.spec.rope is None else call.spec.rope.arrays.values():
+        _check_device(array, call.q)
     return call
 
 
 def _check_device(array: Any, q: Any) -> None:
     if arrays.device_name(array) != arrays.device_name(q):
         raise ValueError(
-            f"a loaded array (mask, bias, table ...) is on {arrays.device_name(array)} and q on "
+            f"a loaded array (mask, bias, positions ...) is on {arrays.device_name(array)} and q on "
             f"{arrays.device_name(q)}; move it there yourself: nothing is copied between devices silently"
         )
 
 
 def check_variant(spec: Attention, shape: Shape) -> None:
     """Refuse arrays that do not fit the shape, and shapes at which the variant's integers would overflow."""
+    if spec.rope is not None:
+        _check_rope(spec.rope, shape.batch, shape.n_q, shape.n_k, shape.d)
     batch, n_q, n_k = shape.batch, shape.total_q, shape.total_k
     if spec.lengths is not None:
         batch = len(spec.lengths.q) - 1

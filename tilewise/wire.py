@@ -1,9 +1,10 @@
 """An attention as a line of text and a list of arrays, and back: what crosses the boundary of a PyTorch operator.
 
 The line says everything but the arrays: {"kernel": "auto", "scale": 0.125, "mask": "K <= Q + (NK - NQ)"}. An expression
-that reads arrays says which, by their places in the list: "score": "S + load(a0, Q, K)", "score arrays": [2]. The
-cumulative lengths of packed sequences are arrays too, the last two: they differ from call to call, and compiled graphs
-and caches are kept by the line.
+that reads arrays says which, by their places in the list: "score": "S + load(a0, Q, K)", "score arrays": [2]. So does
+a rotary embedding: "rope": {"base": 10000.0}, "rope arrays": {"positions": 3}. The cumulative lengths of packed
+sequences are arrays too, the last two: they differ from call to call, and compiled graphs and caches are kept by the
+line.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded, Record, from_records, records
+from tilewise.rope import PLAIN, Rope
 from tilewise.spec import Attention, Lengths, Positions
 from tilewise.text import read
 from tilewise.walking import loads, nodes
@@ -29,25 +31,38 @@ _CACHE_SIZE = 256
 def encode(spec: Attention, kernel: str) -> tuple[str, list[Any]]:
     """The line, and the arrays it names. Sinks travel beside them."""
     given: dict[int, Any] = {}  # in order, by id
-    said: list[str | tuple[int, ...] | None] = []
+    said: list[Any] = []
     for expr in (spec.mask, spec.score):
         reads = [] if expr is None else [slot.array for slot in loads(expr)]
         given.update((id(array), array) for array in reads)
         place = {key: i for i, key in enumerate(given)}
         said += [None if expr is None else repr(expr), tuple(place[id(array)] for array in reads)]
+    said += _said_of_rope(spec.rope, given)
     lengths = [] if spec.lengths is None else [spec.lengths.q, spec.lengths.k]
     line = _line(kernel, spec.scale, *said, bool(lengths), spec.positions, spec.batch_invariant)
     return line, [*given.values(), *lengths]
 
 
+def _said_of_rope(rope: Rope | None, given: dict[int, Any]) -> list[Any]:
+    """What it is, and the places of its arrays, which join those given."""
+    if rope is None:
+        return [None, ()]
+    named = rope.arrays
+    given.update((id(array), array) for array in named.values())
+    place = {key: i for i, key in enumerate(given)}
+    plain = tuple((name, getattr(rope, name)) for name in PLAIN if getattr(rope, name) is not None)
+    return [plain, tuple((name, place[id(array)]) for name, array in named.items())]
+
+
 @lru_cache(maxsize=_CACHE_SIZE)
 def _line(
-    kernel: str, scale: float, mask: Any, mask_arrays: Any, score: Any, score_arrays: Any,
+    kernel: str, scale: float, mask: Any, mask_arrays: Any, score: Any, score_arrays: Any, rope: Any, rope_arrays: Any,
     packed: bool, positions: Positions, batch_invariant: bool,
 ) -> str:  # fmt: skip
     said = {
         "kernel": kernel, "scale": scale,
         "mask": mask, "mask arrays": mask_arrays or None, "score": score, "score arrays": score_arrays or None,
+        "rope": None if rope is None else dict(rope), "rope arrays": dict(rope_arrays) or None,
         "packed": packed or None, "positions": None if positions == Positions() else asdict(positions),
         "batch_invariant": batch_invariant or None,
     }  # fmt: skip
@@ -65,13 +80,18 @@ class Template:
     packed: bool
     positions: Positions
     batch_invariant: bool
+    rope: dict[str, Any] | None
+    rope_places: dict[str, int]
 
     def fill(self, given: Sequence[Any], sinks: Any = None, wanted: Collection[int] = ()) -> Attention:
         """The attention on these arrays; wanted: the places of those whose gradients are wanted."""
         lengths = Lengths(given[-2], given[-1]) if self.packed else None
         slots = [Loaded(array, grad=i in wanted) for i, array in enumerate(given)]
         mask, score = (None if pattern is None else pattern.fill(slots) for pattern in (self.mask, self.score))
-        return Attention(self.scale, mask, score, sinks, lengths, self.positions, self.batch_invariant)
+        rope = None
+        if self.rope is not None:
+            rope = Rope(**self.rope, **{name: given[i] for name, i in self.rope_places.items()})
+        return Attention(self.scale, mask, score, sinks, lengths, self.positions, self.batch_invariant, rope)
 
 
 def decode(line: str, given: Sequence[Any]) -> Template:
@@ -92,9 +112,11 @@ def is_packed(line: str) -> bool:
 
 
 def ignores_batch(line: str) -> bool:
-    """Whether it is all the same which member of a batch a query belongs to."""
+    """Whether it is all the same which member of a batch a query belongs to. Positions may be a member's own."""
     said = _said(line)
-    return not is_packed(line) and not any(re.search(r"\bB\b", said.get(name, "")) for name in ("mask", "score"))
+    if is_packed(line) or "positions" in said.get("rope arrays", {}):
+        return False
+    return not any(re.search(r"\bB\b", said.get(name, "")) for name in ("mask", "score"))
 
 
 @lru_cache(maxsize=_CACHE_SIZE)
@@ -113,7 +135,7 @@ def _template(line: str, kinds: tuple[tuple[str, tuple[int, ...]], ...]) -> Temp
     )
     return Template(
         said["kernel"], said["scale"], mask, score, said.get("packed", False), Positions(**said.get("positions", {})),
-        said.get("batch_invariant", False),
+        said.get("batch_invariant", False), said.get("rope"), said.get("rope arrays", {}),
     )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from triton.runtime.jit import JITFunction
 import tilewise as tw
 from tilewise.cache import Cache
 from tilewise.expr import H, K, Q, load
-from tilewise.kernels.triton import launch, launch_decode, tuning
+from tilewise.kernels.triton import launch, launch_decode, launch_projection, tuning
+from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -41,7 +42,7 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> No
     """In place of a launch."""
     options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
     given = dict(zip(self.arg_names, args, strict=False)) | named
-    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr}
+    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
     signature = {name: "constexpr" if name in constants else _type(given[name]) for name in self.arg_names}
     source = ASTSource(fn=self, signature=signature, constexprs=constants)
     triton.compile(source, target=TARGET, options=options)
@@ -66,6 +67,13 @@ def _decode(spec: Attention, dtype: torch.dtype, d: int, page_size: int | None) 
     launch_decode.decode(spec, torch.zeros(1, 8, 2, d, dtype=dtype), cache)
 
 
+def _project(dtype: torch.dtype, d: int, rope: tw.Rope | None) -> None:
+    x, w = torch.zeros(2, 160, 200, dtype=dtype), torch.zeros(200, 4 * d, dtype=dtype)
+    turn = None if rope is None else rotation_on(x.device, rope, (range(160),), d)
+    y = launch_projection.project(x, w, w[0], turn, 4, 3)
+    launch_projection.gather(y, turn, 3)
+
+
 def main() -> None:
     JITFunction.run = _compile
     tuning.processors = lambda device: 132
@@ -78,6 +86,12 @@ def main() -> None:
         _call(Attention(0.1, causal, tw.softcap(30.0), sinks=np.zeros(4, np.float32)), dtype, d)
     for score in scores:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
+    for dtype, rope in ((torch.bfloat16, tw.Rope()), (torch.float16, tw.Rope(24, interleaved=True))):
+        _call(Attention(0.1, causal, tw.S + scores[0] + scores[2], rope=rope), dtype, 64)
+    for dtype, d, rope in (
+        (torch.bfloat16, 128, tw.Rope()), (torch.float16, 80, tw.Rope(24, interleaved=True)), (torch.float32, 64, None),
+    ):  # fmt: skip
+        _project(dtype, d, rope)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
     sinks = np.zeros(8, np.float32)
     for dtype, d, page_size in (

@@ -18,7 +18,7 @@ def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: s
         from tilewise.pytorch import trace
 
         return trace.attention(q, k, v, lengths, kernel, options)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     given: list[Any] = []
     key = repeat.key(given, q, k, v, lengths, kernel, **options)
     if key is not None:
@@ -33,7 +33,7 @@ def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: s
 
 def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
     """The call by its operator, on tensors with numbers or on fake ones."""
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     call, line, _, tensors = _encoded(q, k, v, lengths, kernel, options)
     if torch._C._are_functorch_transforms_active():
         out, lse = autograd.Transformed.apply(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
@@ -64,7 +64,7 @@ def _tensor(x: Any, device: Any, is_constant: bool) -> Any:
     return constant_on(x, device)
 
 
-def _autocast(*given: Any) -> tuple[Any, ...]:
+def autocast(*given: Any) -> tuple[Any, ...]:
     """Under torch.autocast, floats but float64 in its type: as PyTorch's own attention."""
     if not torch._C._is_any_autocast_enabled():
         return given

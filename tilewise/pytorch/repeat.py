@@ -65,11 +65,13 @@ def _want_gradients(*tensors: Any) -> bool:
 
 def key(
     given: list[Tensor], q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: Any, *, causal: Any,
-    mask: Any, score: Any, scale: Any, sinks: Any, batch_invariant: Any,
+    mask: Any, score: Any, scale: Any, sinks: Any, rope: Any, batch_invariant: Any,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """All that a call depends on; the tensors that its variant reads are added to `given`. None if it is no call to
     repeat: PyTorch must see its operator, or its arguments need a closer look."""
     if type(q) not in _PLAIN or q.device.type not in ready.DEVICES or _is_watched():
+        return None
+    if rope is not None:  # no system that prepares calls has it
         return None
     if type(kernel) is not str or type(causal) is not bool or type(batch_invariant) is not bool:
         return None  # 1 == True, and would be found in its place

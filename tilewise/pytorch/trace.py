@@ -14,6 +14,7 @@ import torch
 from tilewise.arrays import place_of
 from tilewise.expr import Expr, Loaded, from_records, records
 from tilewise.pytorch import front
+from tilewise.rope import PLAIN, Rope
 
 
 def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
@@ -24,10 +25,13 @@ def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: s
 
 
 def _take_apart(name: str, value: Any, arrays: list[Any]) -> Any:
-    """An expression as records, its arrays by their place in `arrays`; anything else as it is."""
+    """An expression as records, a Rope as a dictionary, arrays by their place in `arrays`; anything else as it is."""
     if callable(value):
         advice = "call it, or wrap a FlexAttention function in tw.from_mask_mod or tw.from_score_mod"
         raise TypeError(f"{name}: expected an expression or a tensor, got a function; {advice}")
+    if isinstance(value, Rope):
+        given = {name: place_of(x, arrays) for name, x in value.arrays.items()}
+        return {"plain": {name: getattr(value, name) for name in PLAIN}, "arrays": given}
     if not isinstance(value, Expr):
         return _tensor(value)
     return tuple(
@@ -51,6 +55,9 @@ def _run(
 
 
 def _put_together(value: Any, arrays: list[Any]) -> Any:
+    if isinstance(value, dict):
+        plain = {name: _settled(x) for name, x in value["plain"].items()}
+        return Rope(**plain, **{name: arrays[place] for name, place in value["arrays"].items()})
     if not isinstance(value, tuple):
         return _settled(value)
     return from_records((op, args, kind, _payload(op, payload, arrays)) for op, args, kind, payload in value)

@@ -43,7 +43,8 @@ class CpuKernel:
         return BACKWARD_TILE if shape.backward else FORWARD_TILE
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
-        return host.run_forward(partial(forward, tile=tile or FORWARD_TILE), spec, q, k, v)
+        run = host.turning_first(partial(forward, tile=tile or FORWARD_TILE))
+        return host.run_forward(run, spec, q, k, v)
 
     def backward(
         self,
@@ -56,4 +57,5 @@ class CpuKernel:
         d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:
-        return host.run_backward(partial(backward, tile=tile or BACKWARD_TILE), spec, q, k, v, saved, d_out, d_lse)
+        run = host.turning_back(partial(backward, tile=tile or BACKWARD_TILE))
+        return host.run_backward(run, spec, q, k, v, saved, d_out, d_lse)

@@ -13,6 +13,8 @@ def unsupported(spec: Attention, shape: Shape) -> str | None:
     """Why not this call, whatever the kernel of the ladder."""
     if shape.backward:
         return "it has no backward pass"
+    if spec.rope is not None:
+        return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
     if shape.dtype not in DTYPES:
         return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
     if max(shape.total_q, shape.total_k, shape.n_q, shape.n_k) > MOST_POSITIONS:

@@ -15,8 +15,9 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import Expr, S
-from tilewise.kernels.numpy.forward import positions
+from tilewise.kernels.numpy.forward import Turns, load_turned, positions
 from tilewise.kernels.numpy.ops import clamp, numpy_ops
+from tilewise.rope import Rotation
 from tilewise.schedule import Kind, Plan, plan
 from tilewise.softmax import d_sinks, finite
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -38,6 +39,8 @@ class _Head:
     d_q: Array
     d_k: Array
     d_v: Array
+    turn_q: Rotation | None
+    turn_k: Rotation | None
 
 
 def backward(
@@ -56,6 +59,7 @@ def backward(
     # Sums over whole heads or batches are kept in float64: a slope's gradient adds up N x N terms.
     d_arrays = {id(slot.array): np.zeros(tuple(slot.array.shape)) for slot in spec.wanted}
     slopes = score_slopes(spec)
+    turns = Turns.made(spec, shape, dtype)
     for part, rows, cols in shape.sequences(spec.lengths):
         schedule = plan(spec, part, tile)
         for b, h in np.ndindex(part.batch, part.heads):
@@ -63,8 +67,10 @@ def backward(
             head = _Head(
                 b, h, q[b, h, rows], k[b, hk, cols], v[b, hk, cols], d_out[b, h, rows], saved.lse[b, h, rows],
                 delta[b, h, rows], d_q[b, h, rows], d_k[b, hk, cols], d_v[b, hk, cols],
+                *turns.of(b, rows, cols),
             )  # fmt: skip
             _one_head(spec, part, schedule, head, slopes, d_arrays)
+    d_q, d_k = (x if turn is None else turn.back().turned(x) for x, turn in zip((d_q, d_k), turns, strict=True))
     return Grads(
         arrays.narrow(d_q, shape.dtype),
         arrays.narrow(d_k, shape.dtype),
@@ -88,11 +94,11 @@ def _one_head(
     for j in range(schedule.grid[1]):
         cols = schedule.keys(j)
         # 1 load k, v
-        k, v = arrays.widen(head.k[cols], dtype), arrays.widen(head.v[cols], dtype)
+        k, v = load_turned(head.k, head.turn_k, cols, dtype), arrays.widen(head.v[cols], dtype)
         # for each q tile of the schedule:
         for i, kind in schedule.by_key.tiles(head.b, head.h, j):
             rows = schedule.queries(i)
-            q = arrays.widen(head.q[rows], dtype) * dtype.type(spec.scale)
+            q = load_turned(head.q, head.turn_q, rows, dtype) * dtype.type(spec.scale)
             d_out = arrays.widen(head.d_out[rows], dtype)
             # 2 s = q @ k.T
             s = q @ k.T

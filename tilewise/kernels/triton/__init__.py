@@ -44,6 +44,8 @@ class TritonKernel:
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         if self.basic and shape.backward:
             return "it is a first exercise, without a backward pass; kernel='triton' has one"
+        if self.basic and spec.rope is not None:
+            return "it is a first exercise, without a rotary embedding; kernel='triton' has one"
         if is_interpreted():
             return host.unsupported(shape) or _unsupported(spec, shape)
         if not shape.device.startswith("cuda"):

@@ -26,6 +26,7 @@ from tilewise.kernels.triton.source import backward as backward_kernels
 from tilewise.kernels.triton.source import basic as basic_kernel
 from tilewise.kernels.triton.source import forward as forward_kernels
 from tilewise.kernels.triton.tuning import Pass, chosen
+from tilewise.kernels.triton.turning import turning
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 _ROWS = 64  # of a program that computes delta
@@ -48,7 +49,7 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
         kernel[grid](
             q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest[:-1], loaded_by(spec, q), shape.group,
             spec.scale, **functions(spec, modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
-            **sizes(shape, choice.tile), **choice.options,
+            **sizes(shape, choice.tile), **choice.options, **({} if basic else turning(spec, shape, q)),
         )  # fmt: skip
     return Partial(out, lse)
 
@@ -63,7 +64,8 @@ def backward(
     delta = _delta(saved.out, d_out, d_lse)
     slope = score_slopes(spec)[S]
     variant = modules.variant(spec, {} if slope is ONE else {"slope": slope})
-    told = functions(spec, variant, "score", "mask", "slope")
+    turned = turning(spec, shape, q)
+    told = functions(spec, variant, "score", "mask", "slope") | turned
     given = (q, k, v, d_out, saved.lse, delta)
     steps = tuple(map(steps_of, given[:5]))
     choice = chosen(Pass.D_QUERY, shape, tile)
@@ -81,7 +83,7 @@ def backward(
             **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
-    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, chosen(Pass.ARRAYS, shape, tile), given))
+    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, chosen(Pass.ARRAYS, shape, tile), given, turned))
 
 
 def _delta(out: Any, d_out: Any, d_lse: Any) -> Any:

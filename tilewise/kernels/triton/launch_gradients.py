@@ -17,11 +17,13 @@ from tilewise.spec import Attention, Shape
 _DISTANCES = 32  # of a program, and so queries at a time
 
 
-def of_arrays(spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The gradient of every array that wants one. given: q, k, v, d_out, lse, delta."""
+def of_arrays(
+    spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, ...], turned: dict[str, Any]
+) -> tuple[Any, ...]:
+    """The gradient of every array that wants one. given: q, k, v, d_out, lse, delta; turned: what turns q and k."""
     made: dict[int, Any] = {}
     for read in reads(spec):
-        part = _Sum(spec, shape, choice, given, read).gradient()
+        part = _Sum(spec, shape, choice, given, turned, read).gradient()
         made[id(read.array)] = part if id(read.array) not in made else made[id(read.array)] + part
     return tuple(made[id(slot.array)].to(tensor(slot.array, "cpu").dtype) for slot in spec.wanted)
 
@@ -29,12 +31,14 @@ def of_arrays(spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, .
 class _Sum:
     """The sums of one read, as a kernel makes them: (batch, heads, n), and then as the array has its axes."""
 
-    def __init__(self, spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, ...], read: Read) -> None:
+    def __init__(
+        self, spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, ...], turned: dict[str, Any], read: Read
+    ) -> None:
         self.spec, self.shape, self.given, self.read = spec, shape, given, read
         self.tile, self.options = choice.tile, choice.options
         self.device = given[0].device
         variant = modules.variant(spec, {"part": read.slope})
-        self.functions = functions(spec, variant, "score", "mask", "part")
+        self.functions = functions(spec, variant, "score", "mask", "part") | turned
         self.steps = tuple(map(steps_of, given[:5]))
 
     def gradient(self) -> Any:
@@ -77,8 +81,8 @@ class _Sum:
             record, loaded = records_of(self.spec, s, self.given[0])
             told = {name: x for name, x in sizes(s, self.tile).items() if not name.startswith("TILE")}
             gradients.of_distances[grid](
-                *self.given, sums, *self.steps, steps_of(sums), record, loaded, s.group, self.spec.scale, least, count,
-                **self.functions, **self.options, TILE=_DISTANCES, **told,
+                *self.given, sums, *self.steps, steps_of(sums), record, loaded, s.group, self.spec.scale, least=least,
+                count=count, **self.functions, **self.options, TILE=_DISTANCES, **told,
             )  # fmt: skip
         axis, index = next((i, x) for i, x in enumerate(self.read.node.args) if x.op not in ("const", "var"))
         size = self.read.array.shape[axis]
@@ -95,8 +99,9 @@ class _Sum:
         if 0 not in (*grid, s.batch, s.heads):
             record, loaded = records_of(self.spec, s, self.given[0])
             gradients.of_pairs[grid](
-                *self.given, grad, *self.steps, steps_of(grad), record, loaded, s.group, self.spec.scale, key_tiles,
-                kept[1], s.batch // kept[0], s.heads // kept[1], **self.functions, **self.options, **sizes(s, tile),
+                *self.given, grad, *self.steps, steps_of(grad), record, loaded, s.group, self.spec.scale,
+                key_tiles=key_tiles, kept_heads=kept[1], summed_batch=s.batch // kept[0],
+                summed_heads=s.heads // kept[1], **self.functions, **self.options, **sizes(s, tile),
             )  # fmt: skip
         whole = torch.zeros(shape, dtype=torch.float32, device=self.device)
         order = [grad.shape[("B", "H").index(name)] if name else 1 for name in outer]

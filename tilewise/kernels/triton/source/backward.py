@@ -7,6 +7,7 @@ delta = sum(d_out * out) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_s
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.source.rope import load_keys, load_queries, store_d_keys, store_d_queries
 from tilewise.kernels.triton.source.tiles import (
     LOG2_E,
     at_scores,
@@ -81,19 +82,18 @@ def saved_of(lse, delta, steps, b, h, begin, query, n_q):
 @triton.jit
 def d_query(
     q, k, v, d_out, lse, delta, d_q, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_q_steps,
-    records, record_steps, runs, loaded, group, scale,
+    records, record_steps, runs, loaded, group, scale, turns,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
-    k = matrix(k, k_steps, b, h // group, k_begin)
     v = matrix(v, v_steps, b, h // group, k_begin)
     # 1 load q, d_out, lse, delta
     query = first + tl.arange(0, TILE_Q)
-    q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+    q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
     d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
     shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
     acc = tl.zeros([TILE_Q, DEPTH], tl.float32)
@@ -102,7 +102,7 @@ def d_query(
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
-            k_tile = load_rows(k, k_steps[2], key, n_k, D, DEPTH)
+            k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
             v_tile = load_rows(v, v_steps[2], key, n_k, D_V, COLUMNS)
             # 2 s = q @ k.T
             product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
@@ -114,23 +114,23 @@ def d_query(
             d_s = passed_on(d_score, SLOPE, product, query[:, None], key[None, :], place, loaded, scale)
             # 6 d_q += d_s @ k
             acc = tl.dot(narrow(d_s, k_tile.dtype).to(DOT), k_tile.to(DOT), acc, input_precision=PRECISION)
-    store_rows(matrix(d_q, d_q_steps, b, h, q_begin), d_q_steps[2], query, n_q, acc * scale, D, DEPTH)
+    store_d_queries(d_q, d_q_steps, b, h, q_begin, query, n_q, acc * scale, turns, D, DEPTH, PAIRS, INTERLEAVED)
 
 
 @triton.jit
 def d_keys(
     q, k, v, d_out, lse, delta, d_k, d_v, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_k_steps, d_v_steps,
-    records, record_steps, runs, loaded, group, scale,
+    records, record_steps, runs, loaded, group, scale, turns,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     hk, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, hk * group, group)
     # 1 load k, v
     key = first + tl.arange(0, TILE_K)
-    k_tile = load_rows(matrix(k, k_steps, b, hk, k_begin), k_steps[2], key, n_k, D, DEPTH)
+    k_tile = load_keys(k, k_steps, b, hk, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
     v_tile = load_rows(matrix(v, v_steps, b, hk, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
     acc_k = tl.zeros([TILE_K, DEPTH], tl.float32)
     acc_v = tl.zeros([TILE_K, COLUMNS], tl.float32)
@@ -141,7 +141,7 @@ def d_keys(
             kind = tl.load(runs + run * 3 + 2)
             for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
                 query = tile * TILE_Q + tl.arange(0, TILE_Q)
-                q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+                q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
                 at = matrix(d_out, d_out_steps, b, h, q_begin)
                 d_out_tile = load_rows(at, d_out_steps[2], query, n_q, D_V, COLUMNS)
                 shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
@@ -158,5 +158,5 @@ def d_keys(
                 acc_v = tl.dot(p, d_out_tile.to(DOT), acc_v, input_precision=PRECISION)
                 d_s = narrow(d_s, q_tile.dtype).to(DOT)
                 acc_k = tl.dot(d_s, q_tile.to(DOT), acc_k, input_precision=PRECISION)
-    store_rows(matrix(d_k, d_k_steps, b, hk, k_begin), d_k_steps[2], key, n_k, acc_k * scale, D, DEPTH)
+    store_d_keys(d_k, d_k_steps, b, hk, k_begin, key, n_k, acc_k * scale, turns, D, DEPTH, PAIRS, INTERLEAVED)
     store_rows(matrix(d_v, d_v_steps, b, hk, k_begin), d_v_steps[2], key, n_k, acc_v, D_V, COLUMNS)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from tilewise.kernels.triton.source.rope import load_keys, load_queries
 from tilewise.kernels.triton.source.tiles import (
     binary,
     finite,
@@ -20,19 +21,19 @@ from tilewise.kernels.triton.source.tiles import (
 @triton.jit
 def forward(
     q, k, v, out, lse, sinks, q_steps, k_steps, v_steps, out_steps, lse_steps,
-    records, record_steps, runs, loaded, group, scale,
+    records, record_steps, runs, loaded, group, scale, turns,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
-    k, v = matrix(k, k_steps, b, h // group, k_begin), matrix(v, v_steps, b, h // group, k_begin)
+    v = matrix(v, v_steps, b, h // group, k_begin)
 
     # 1 load q
     query = first + tl.arange(0, TILE_Q)
-    q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+    q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
@@ -43,7 +44,7 @@ def forward(
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
             # 2 s = q @ k.T
-            k_tile = load_rows(k, k_steps[2], key, n_k, D, DEPTH)
+            k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
             s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
             # 3 score
             # 4 mask (PARTIAL tiles only)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.backward import passed_on, saved_of, weights
+from tilewise.kernels.triton.source.rope import load_keys, load_queries
 from tilewise.kernels.triton.source.tiles import N_K, N_Q, PARTIAL, load_rows, matrix, place_of, tile_of
 
 
@@ -31,17 +32,17 @@ def part_of(
 @triton.jit
 def of_rows(
     q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps,
-    records, record_steps, runs, loaded, group, scale,
+    records, record_steps, runs, loaded, group, scale, turns,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Sums over keys: (batch, heads, n_q)."""
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
     query = first + tl.arange(0, TILE_Q)
-    q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+    q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
     d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
     saved = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
     total = tl.zeros([TILE_Q], tl.float32)
@@ -49,7 +50,7 @@ def of_rows(
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
-            k_tile = load_rows(matrix(k, k_steps, b, h // group, k_begin), k_steps[2], key, n_k, D, DEPTH)
+            k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
             v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
             part = part_of(
                 q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded,
@@ -62,24 +63,24 @@ def of_rows(
 @triton.jit
 def of_columns(
     q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps, sums_steps,
-    records, record_steps, runs, loaded, group, scale,
+    records, record_steps, runs, loaded, group, scale, turns,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Sums over queries: (batch, heads, n_k)."""
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
     key = first + tl.arange(0, TILE_K)
-    k_tile = load_rows(matrix(k, k_steps, b, h // group, k_begin), k_steps[2], key, n_k, D, DEPTH)
+    k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
     v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
     total = tl.zeros([TILE_K], tl.float32)
     for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             query = tile * TILE_Q + tl.arange(0, TILE_Q)
-            q_tile = load_rows(matrix(q, q_steps, b, h, q_begin), q_steps[2], query, n_q, D, DEPTH)
+            q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
             d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
             saved = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
             part = part_of(
@@ -93,11 +94,11 @@ def of_columns(
 @triton.jit
 def of_pairs(
     q, k, v, d_out, lse, delta, grad, q_steps, k_steps, v_steps, d_out_steps, row_steps, grad_steps,
-    record, loaded, group, scale, key_tiles, kept_heads, summed_batch, summed_heads,
+    record, loaded, group, scale, turns, key_tiles, kept_heads, summed_batch, summed_heads,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """A tile of a (batch or 1, heads or 1, n_q, n_k) gradient, summed over the batch indices or heads that share it."""
     first_b, first_h = tl.program_id(1) // kept_heads, tl.program_id(1) % kept_heads
@@ -108,9 +109,9 @@ def of_pairs(
     for shared in range(summed_batch * summed_heads):
         b, h = first_b + shared // summed_heads, first_h + shared % summed_heads
         place = place_of(record, b, h, group)
-        q_tile = load_rows(matrix(q, q_steps, b, h, 0), q_steps[2], query, n_q, D, DEPTH)
+        q_tile = load_queries(q, q_steps, b, h, 0, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
         d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
-        k_tile = load_rows(matrix(k, k_steps, b, h // group, 0), k_steps[2], key, n_k, D, DEPTH)
+        k_tile = load_keys(k, k_steps, b, h // group, 0, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
         v_tile = load_rows(matrix(v, v_steps, b, h // group, 0), v_steps[2], key, n_k, D_V, COLUMNS)
         saved = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
         total += part_of(
@@ -124,10 +125,10 @@ def of_pairs(
 @triton.jit
 def of_distances(
     q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps, sums_steps,
-    record, loaded, group, scale, least, count,
+    record, loaded, group, scale, turns, least, count,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Sums over all pairs of a distance q - k: (batch, heads, distances), from the least on.
 
@@ -145,10 +146,11 @@ def of_distances(
     for tile in range(begin, tl.maximum(end + TILE - 1, 0) // TILE):
         query = tile * TILE + row
         key = tile * TILE - first - (TILE - 1) + across
-        q_tile = load_rows(matrix(q, q_steps, b, h, 0), q_steps[2], query, n_q, D, DEPTH)
+        q_tile = load_queries(q, q_steps, b, h, 0, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
         d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
-        k_tile = load_keys(matrix(k, k_steps, b, h // group, 0), k_steps[2], key, n_k, D, DEPTH)
-        v_tile = load_keys(matrix(v, v_steps, b, h // group, 0), v_steps[2], key, n_k, D_V, COLUMNS)
+        key_row = tl.where(key < 0, n_k, key)  # a row that is not there, before the first as behind the last
+        k_tile = load_keys(k, k_steps, b, h // group, 0, key_row, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
+        v_tile = load_rows(matrix(v, v_steps, b, h // group, 0), v_steps[2], key_row, n_k, D_V, COLUMNS)
         saved = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
         part = part_of(
             q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
@@ -159,9 +161,3 @@ def of_distances(
         total += tl.sum(tl.gather(part, row[:, None] + (TILE - 1) - row[None, :], 1), 0)
     number = tl.program_id(0) * TILE + row
     tl.store(matrix(sums, sums_steps, b, h, 0) + number, total, mask=number < count)
-
-
-@triton.jit
-def load_keys(x, step, row, n, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """As load_rows; rows may also be negative."""
-    return load_rows(x, step, tl.where(row < 0, n, row), n, WIDTH, PADDED)

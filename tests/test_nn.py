@@ -1,0 +1,97 @@
+"""Modules: what they compute is what PyTorch's own layers and the public functions do one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilewise as tw
+from tilewise.nn import MultiHeadAttention
+
+
+def one_by_one(module: MultiHeadAttention, x: torch.Tensor, rope: tw.Rope | None, **options: Any) -> torch.Tensor:
+    """The same with a projection, a split, an embedding and an attention each on its own."""
+    d, heads, heads_k = module.head_dim, module.heads, module.heads_k
+    parts = module.qkv(x).split([heads * d, heads_k * d, heads_k * d], -1)
+    q, k, v = (part.unflatten(-1, (-1, d)).transpose(1, 2) for part in parts)
+    if rope is not None:
+        q, k = tw.apply_rope(q, rope), tw.apply_rope(k, rope)
+    done = tw.attention(q, k, v, sinks=module.sinks, **options)
+    return module.out(done.transpose(1, 2).flatten(2))
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window and softcap": {"mask": tw.causal() & tw.window(3), "score": tw.softcap(2.0)},
+    "alibi": {"score": tw.alibi(4), "scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("rope", [None, tw.Rope(), tw.Rope(4, interleaved=True)], ids=["plain", "rope", "a part"])
+def test_it_is_its_parts(variant: str, rope: tw.Rope | None) -> None:
+    torch.manual_seed(0)
+    module = MultiHeadAttention(24, 4, heads_k=2, rope=rope, sinks=variant == "causal", **VARIANTS[variant])
+    x = torch.randn(2, 9, 24, requires_grad=True)
+    made, want = module(x), one_by_one(module, x, rope, **VARIANTS[variant])
+    assert torch.allclose(made, want, atol=1e-5)
+    given = (x, *module.parameters())
+    for one, other in zip(
+        torch.autograd.grad(made.square().sum(), given), torch.autograd.grad(want.square().sum(), given), strict=True
+    ):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_gradients_in_float64() -> None:
+    module = MultiHeadAttention(6, 3, rope=tw.Rope(), causal=True, sinks=True, dtype=torch.float64)
+    x = torch.randn(1, 4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(module, x)
+
+
+def test_a_call_may_say_otherwise() -> None:
+    module = MultiHeadAttention(16, 2, rope=tw.Rope(), causal=True)
+    x, turns = torch.randn(2, 5, 16), tw.Rope(positions=torch.tensor([[4, 0, 1, 9, 2], [0, 1, 2, 3, 4]]))
+    want = one_by_one(module, x, turns, causal=False)
+    assert torch.allclose(module(x, rope=turns, causal=False), want, atol=1e-6)
+
+
+def test_it_is_compiled_without_breaks() -> None:
+    module = MultiHeadAttention(16, 2, rope=tw.Rope(), causal=True)
+    x = torch.randn(2, 5, 16)
+    assert torch.allclose(torch.compile(module, fullgraph=True, backend="aot_eager")(x), module(x), atol=1e-6)
+
+
+def test_half_precision_and_autocast() -> None:
+    module = MultiHeadAttention(16, 2, rope=tw.Rope(), causal=True)
+    x = torch.randn(2, 5, 16)
+    want = module(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.allclose(module(x).float(), want, atol=0.03)
+    assert torch.allclose(module.to(torch.bfloat16)(x.to(torch.bfloat16)).float(), want, atol=0.03)
+
+
+def test_it_comes_back_from_its_state() -> None:
+    one, other = (MultiHeadAttention(16, 2, sinks=True) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    x = torch.randn(1, 3, 16)
+    assert torch.equal(one(x), other(x))
+    assert set(one.state_dict()) == {"qkv.weight", "qkv.bias", "out.weight", "out.bias", "sinks"}
+
+
+def test_printing_says_what_it_is() -> None:
+    text = repr(MultiHeadAttention(16, 4, heads_k=2, rope=tw.Rope(), mask=tw.window(3), bias=False))
+    assert "heads=4, heads_k=2, head_dim=4, rope=Rope(base=10000.0), mask=" in text
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="heads: expected a number that divides features, which is 16, got 3"):
+        MultiHeadAttention(16, 3)
+    with pytest.raises(ValueError, match="heads_k: expected a positive whole number, got 0"):
+        MultiHeadAttention(16, 4, heads_k=0)
+    with pytest.raises(ValueError, match="heads_k: expected a number that divides heads"):
+        MultiHeadAttention(16, 4, heads_k=3)(torch.ones(1, 2, 16))
+    with pytest.raises(TypeError, match="dropout: expected one of rope, causal, mask, score, scale"):
+        MultiHeadAttention(16, 4)(torch.ones(1, 2, 16), dropout=0.1)

@@ -1,0 +1,125 @@
+"""The rotary embedding in Triton: rows are turned by their positions as they are loaded, gradients as they are stored.
+
+A turned tile has the two numbers of each pair side by side, whichever way they are stored: a product of q and k does
+not mind the order of their columns, as long as both have the same. Numbers that are not turned make pairs of angle 0.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewise.kernels.triton.source.tiles import load_rows, matrix, narrow, store_rows
+
+
+@triton.jit
+def load_queries(
+    q, steps, b, h, begin, row, n, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rows of a head, turned if there are pairs to turn. begin: where its sequence begins."""
+    rows = matrix(q, steps, b, h, begin)
+    if PAIRS == 0:
+        tile = load_rows(rows, steps[2], row, n, WIDTH, PADDED)
+    else:
+        tile = load_turned(rows, steps[2], row, n, turns[0], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+    return tile
+
+
+@triton.jit
+def load_keys(
+    k, steps, b, h, begin, row, n, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    rows = matrix(k, steps, b, h, begin)
+    if PAIRS == 0:
+        tile = load_rows(rows, steps[2], row, n, WIDTH, PADDED)
+    else:
+        tile = load_turned(rows, steps[2], row, n, turns[1], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+    return tile
+
+
+@triton.jit
+def store_d_queries(
+    d_q, steps, b, h, begin, row, n, values, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Gradients of what load_queries gave, as those of q."""
+    rows = matrix(d_q, steps, b, h, begin)
+    if PAIRS == 0:
+        store_rows(rows, steps[2], row, n, values, WIDTH, PADDED)
+    else:
+        store_turned_back(rows, steps[2], row, n, values, turns[0], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+
+
+@triton.jit
+def store_d_keys(
+    d_k, steps, b, h, begin, row, n, values, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    rows = matrix(d_k, steps, b, h, begin)
+    if PAIRS == 0:
+        store_rows(rows, steps[2], row, n, values, WIDTH, PADDED)
+    else:
+        store_turned_back(rows, steps[2], row, n, values, turns[1], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+
+
+@triton.jit
+def load_turned(
+    x, step, row, n, turn, b, begin, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    at, inside = x + row[:, None].to(tl.int64) * step, row[:, None] < n
+    one, other = load_pairs(at, inside, WIDTH, PADDED, PAIRS, INTERLEAVED)
+    cos, sin = angles_of(turn, b, begin + row, inside, PADDED, PAIRS)
+    made = tl.join(one * cos - other * sin, other * cos + one * sin)
+    return narrow(tl.reshape(made, (row.shape[0], PADDED)), x.dtype.element_ty)
+
+
+@triton.jit
+def store_turned_back(
+    x, step, row, n, values, turn, b, begin, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    at, inside = x + row[:, None].to(tl.int64) * step, row[:, None] < n
+    one, other = tl.split(tl.reshape(values, (row.shape[0], PADDED // 2, 2)))
+    cos, sin = angles_of(turn, b, begin + row, inside, PADDED, PAIRS)
+    store_pairs(at, inside, one * cos + other * sin, other * cos - one * sin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+
+
+@triton.jit
+def load_pairs(at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first and the second numbers of pairs, to compute with. at: where rows begin, one below the other."""
+    first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
+    one = tl.load(at + first[None, :], mask=inside & (first < WIDTH)[None, :], other=0.0)
+    other = tl.load(at + second[None, :], mask=inside & (second < WIDTH)[None, :], other=0.0)
+    return one.to(tl.float32), other.to(tl.float32)
+
+
+@triton.jit
+def store_pairs(
+    at, inside, one, other, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):
+    first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
+    stored: tl.constexpr = at.dtype.element_ty
+    tl.store(at + first[None, :], narrow(one, stored), mask=inside & (first < WIDTH)[None, :])
+    tl.store(at + second[None, :], narrow(other, stored), mask=inside & (second < WIDTH)[None, :])
+
+
+@triton.jit
+def columns_of_pairs(PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Where the first and the second number of each pair are stored; behind those that are turned, neighbours pair."""
+    pair = tl.arange(0, PADDED // 2)
+    if INTERLEAVED:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = tl.where(pair < PAIRS, pair, 2 * pair), tl.where(pair < PAIRS, pair + PAIRS, 2 * pair + 1)
+    return first, second
+
+
+@triton.jit
+def angles_of(turn, b, row, inside, PADDED: tl.constexpr, PAIRS: tl.constexpr):
+    """cos and sin for each row and pair. b: one number, or one a row."""
+    cos, sin, batch_step, row_step = turn
+    pair = tl.arange(0, PADDED // 2)
+    at = (tl.cast(b, tl.int64) * batch_step + row.to(tl.int64) * row_step)[:, None] + pair[None, :]
+    known = inside & (pair < PAIRS)[None, :]
+    return tl.load(cos + at, mask=known, other=1.0), tl.load(sin + at, mask=known, other=0.0)

@@ -1,0 +1,80 @@
+"""Modules for PyTorch: multi-head attention of any variant, with fused projections and a rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewise.api import attention
+from tilewise.projection import fused_qkv_projection
+from tilewise.rope import Rope
+
+
+class MultiHeadAttention(nn.Module):  # type: ignore[misc]
+    """Self-attention of x, (batch, n, features): one projection to q, k and v, attention, one projection back.
+
+    heads, heads_k: of queries, and of keys and values (grouped queries); all alike unless given.
+    head_dim: features / heads unless given.  bias: of both projections.
+    rope: q and k are turned by their positions.  causal, mask, score, scale: as `tw.attention` takes them; whatever a
+    call gives takes their place.  sinks: a learned logit per query head that joins each row sum.
+    kernel: of attention, as `tw.attention` takes it.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        heads: int,
+        *,
+        heads_k: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        rope: Rope | None = None,
+        causal: bool = False,
+        mask: Any = None,
+        score: Any = None,
+        scale: float | None = None,
+        sinks: bool = False,
+        kernel: str = "auto",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.heads, self.heads_k = heads, heads if heads_k is None else heads_k
+        self.head_dim = _head_dim(features, heads, self.heads_k) if head_dim is None else head_dim
+        self.rope, self.kernel = rope, kernel
+        self.options = {"causal": causal, "mask": mask, "score": score, "scale": scale}
+        columns = (heads + 2 * self.heads_k) * self.head_dim
+        self.qkv = nn.Linear(features, columns, bias=bias, device=device, dtype=dtype)
+        self.out = nn.Linear(heads * self.head_dim, features, bias=bias, device=device, dtype=dtype)
+        self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
+
+    def forward(self, x: Tensor, *, rope: Rope | None = None, **options: Any) -> Tensor:
+        """x: (batch, n, features); rope and options take the place of the module's, for this call."""
+        unknown = options.keys() - self.options.keys()
+        if unknown:
+            raise TypeError(f"{sorted(unknown)[0]}: expected one of {', '.join(('rope', *self.options))}")
+        q, k, v = fused_qkv_projection(
+            x, self.qkv.weight.T, self.qkv.bias, heads=self.heads, heads_k=self.heads_k, d=self.head_dim,
+            rope=self.rope if rope is None else rope,
+        )  # fmt: skip
+        done = attention(q, k, v, sinks=self.sinks, kernel=self.kernel, **{**self.options, **options})
+        return self.out(done.transpose(1, 2).flatten(2))
+
+    def extra_repr(self) -> str:
+        """What printing a module shows beside its layers."""
+        said = {"heads": self.heads, "heads_k": self.heads_k, "head_dim": self.head_dim, "rope": self.rope}
+        said |= {name: value for name, value in self.options.items() if value is not False}
+        return ", ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+
+
+def _head_dim(features: int, heads: int, heads_k: int) -> int:
+    for name, count in (("heads", heads), ("heads_k", heads_k)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name}: expected a positive whole number, got {count!r}")
+    if features % heads:
+        raise ValueError(
+            f"heads: expected a number that divides features, which is {features}, got {heads}; or head_dim"
+        )
+    return features // heads
