@@ -48,6 +48,24 @@ SCORE_MODS = {
 }
 
 
+def test_what_joins_masks_leaves_no_trace():
+    """FlexAttention's and_masks begins with True, its or_masks with False: causal is the one that kernels know."""
+    causal = tw.causal()
+    assert (causal.new_ones(()) & causal) is causal
+    assert (causal | causal.new_zeros(())) is causal
+    assert (causal & False) is tw.expr.constant(False)
+    assert (True | causal) is tw.expr.constant(True)
+
+
+def test_an_expression_goes_where_its_tensors_go():
+    ids, table = torch.zeros(4, dtype=torch.int64), np.zeros(4, np.int64)
+    mask = (tw.load(ids, Q) == tw.load(table, tw.K)) & tw.causal()
+    moved = mask.to("meta", non_blocking=True)
+    assert [str(slot.array.device) for slot in tw.walking.loads(moved)] == ["meta", "cpu"]
+    assert moved.key == mask.key
+    assert mask.to(mask.device) is mask
+
+
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_from_mask_mod_means_what_flex_attention_computes(name):
     mask = tw.from_mask_mod(MASK_MODS[name])

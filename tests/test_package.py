@@ -13,13 +13,14 @@ import pytest
 import tilewise as tw
 
 ROOT = Path(__file__).parent.parent
-OPTIONAL = ("torch", "triton", "cuda", "cutlass", "tilelang", "matplotlib", "ml_dtypes")
+OPTIONAL = ("torch", "triton", "cuda", "cutlass", "tilelang", "matplotlib", "ml_dtypes", "transformers")
 
 
 def test_importing_tilewise_imports_numpy_alone() -> None:
     script = f"""
 import sys, tilewise
 import tilewise.cli.demo, tilewise.cli.doctor, tilewise.cli.plan, tilewise.cli.bench, tilewise.lab
+import tilewise.integrations
 import numpy as np
 tilewise.attention(np.ones((3, 2)), np.ones((3, 2)), np.ones((3, 2)), causal=True)
 print([name for name in {OPTIONAL!r} if name in sys.modules])
@@ -33,7 +34,7 @@ def test_numpy_is_the_only_dependency() -> None:
     required = [line for line in about.get_all("Requires-Dist") or [] if "extra ==" not in line]
     assert len(required) == 1
     assert required[0].startswith("numpy")
-    extras = {"torch", "cuda", "triton", "cute", "tilelang", "bench", "test"}
+    extras = {"torch", "cuda", "triton", "cute", "tilelang", "transformers", "bench", "test"}
     assert extras <= set(about.get_all("Provides-Extra") or [])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -153,7 +153,20 @@ class Expr:
             )
         return _substituted(after, [(S, as_float(self))])
 
-    # -- what FlexAttention's functions call on a tensor (its and_masks and or_masks begin with new_ones, new_zeros) --
+    # -- what FlexAttention's functions call on a tensor (its and_masks and or_masks begin with new_ones, new_zeros;
+    # those of transformers ask each part to come to the device of the first) -----------------------------------------
+    @property
+    def device(self) -> None:
+        """An expression is nowhere; the arrays it reads are each where they are."""
+
+    def to(self, device: Any = None, **options: Any) -> Expr:
+        """The same over its arrays on another device; with None, as they are."""
+        if device is None:
+            return self
+        return from_records(
+            (op, args, kind, _moved(payload, device, options)) for op, args, kind, payload in records(self)
+        )
+
     def abs(self) -> Expr:
         return abs(self)
 
@@ -304,6 +317,13 @@ def from_records(given: Iterable[Record]) -> Expr:
     return made[-1]
 
 
+def _moved(payload: Any, device: Any, options: dict[str, Any]) -> Any:
+    """A tensor on another device. What a variant made itself is brought to the caller's anyway."""
+    if not isinstance(payload, Loaded) or payload.constant or not arrays.is_torch(payload.array):
+        return payload
+    return replace(payload, array=payload.array.to(device, **options))
+
+
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
     """The same operation over other arguments of the same types."""
     if all(a is b for a, b in zip(args, node.args, strict=True)):
@@ -405,7 +425,11 @@ def comparison(op: str, a: Any, b: Any) -> Expr:
 
 def logic(op: str, a: Any, b: Any) -> Expr:
     symbol = LOGIC[op]
-    return _node(op, (_condition(symbol, lift(a)), _condition(symbol, lift(b))), BOOL)
+    x, y = _condition(symbol, lift(a)), _condition(symbol, lift(b))
+    for known, other in ((x, y), (y, x)):  # FlexAttention's and_masks begin with True, its or_masks with False
+        if known.op == "const":
+            return other if known.payload == (op == "and") else known
+    return _node(op, (x, y), BOOL)
 
 
 def _not(x: Expr) -> Expr:  # `~x`, which torch.compile cannot follow
