@@ -11,7 +11,8 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
 // Powers of 2 that a row's sum is brought below 1. In float16, whose small weights would lose digits, it stays above.
 constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
-constexpr float FAR_BELOW = 0x1p-100f;
+constexpr float FAR_BELOW = 0x1p-80f;
+constexpr int FAR_LANES = 7;  // of a warp: scores of 64 times the usual size have as many, those of 32 times hardly ever
 
 struct Places {  // the values of the variant that do not change from key to key
     variant::Head head;
@@ -111,7 +112,7 @@ template <int KEYS> struct Softmax {
     // as good as nothing beside the largest. (None at all may be masked ones.)
     __device__ __forceinline__ bool far_apart(int rows_left) const {
         const bool first = 0 < row_sum[0] && row_sum[0] < FAR_BELOW, second = 0 < row_sum[1] && row_sum[1] < FAR_BELOW;
-        return __any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
+        return __popc(__ballot_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8))) >= FAR_LANES;
     }
     // True if acc must be rescaled. Within `patience` of row_max nothing changes.
     __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
