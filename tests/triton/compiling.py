@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 import tilewise as tw
 from tilewise.cache import Cache
 from tilewise.expr import H, K, Q, load
-from tilewise.kernels.triton import launch, launch_decode, launch_projection, tuning
+from tilewise.kernels.triton import fitting, launch, launch_decode, launch_projection, tuning
 from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
 
@@ -28,6 +28,7 @@ _TYPES = {
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 compiled: set[str] = set()
+too_large: list[str] = []
 
 
 def _type(x: Any) -> Any:
@@ -45,8 +46,10 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> No
     constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
     signature = {name: "constexpr" if name in constants else _type(given[name]) for name in self.arg_names}
     source = ASTSource(fn=self, signature=signature, constexprs=constants)
-    triton.compile(source, target=TARGET, options=options)
+    made = triton.compile(source, target=TARGET, options=options)
     compiled.add(self.__name__)
+    if made.metadata.shared > fitting.shared_memory("cpu"):
+        too_large.append(f"{self.__name__}: {made.metadata.shared} bytes of shared memory, {options}, {constants}")
 
 
 def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False) -> None:
@@ -100,6 +103,7 @@ def main() -> None:
         _decode(Attention(0.1, causal & tw.window(512), tw.softcap(30.0) >> tw.alibi(8), sinks), dtype, d, page_size)
     _decode(Attention(0.1), torch.bfloat16, 512, 64)
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")
+    sys.exit("\n".join(too_large) or None)
 
 
 if __name__ == "__main__":

@@ -221,4 +221,4 @@ def test_splits_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_fit_their_tile() -> None:
     for group, n_q, rows in ((1, 1, 16), (4, 4, 16), (5, 4, 32), (8, 16, 64)):
         shape = Shape(1, group, 1, n_q, 100, 64, 64, "float16")
-        assert tuning.fitting_rows(tuning.chosen(tuning.Pass.DECODE, shape), shape).tile.q == rows
+        assert tuning.fitting_rows(tuning.chosen(tuning.Pass.DECODE, Attention(1.0), shape), shape).tile.q == rows

@@ -53,7 +53,7 @@ class TritonKernel:
         return _unsupported(spec, shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return chosen(Pass.FORWARD, shape).tile
+        return chosen(Pass.FORWARD, spec, shape).tile
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward

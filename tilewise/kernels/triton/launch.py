@@ -40,7 +40,7 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
     out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
-    choice = chosen(Pass.FORWARD, shape, tile)
+    choice = chosen(Pass.FORWARD, spec, shape, tile)
     if basic:
         choice = replace(choice, tile=Tile(1, choice.tile.k))
     grid, *rest = planned(replace(spec, mask=None, score=None) if basic else spec, shape, choice.tile, q)
@@ -68,14 +68,14 @@ def backward(
     told = functions(spec, variant, "score", "mask", "slope") | turned
     given = (q, k, v, d_out, saved.lse, delta)
     steps = tuple(map(steps_of, given[:5]))
-    choice = chosen(Pass.D_QUERY, shape, tile)
+    choice = chosen(Pass.D_QUERY, spec, shape, tile)
     grid, *rest = planned(spec, shape, choice.tile, q)
     if 0 not in grid:
         backward_kernels.d_query[grid](
             *given, d_q, *steps, steps_of(d_q), *rest, shape.group, spec.scale,
             **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
-    choice = chosen(Pass.D_KEYS, shape, tile)
+    choice = chosen(Pass.D_KEYS, spec, shape, tile)
     grid, *rest = planned(spec, shape, choice.tile, q, by_key=True)
     if 0 not in grid:
         backward_kernels.d_keys[grid](
@@ -83,7 +83,7 @@ def backward(
             **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
-    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, chosen(Pass.ARRAYS, shape, tile), given, turned))
+    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, chosen(Pass.ARRAYS, spec, shape, tile), given, turned))
 
 
 def _delta(out: Any, d_out: Any, d_lse: Any) -> Any:

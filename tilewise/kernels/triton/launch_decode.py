@@ -33,7 +33,7 @@ def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if 0 in out.shape:
         return Partial(out, lse)
-    choice = fitting_rows(chosen(Pass.DECODE, shape), shape)
+    choice = fitting_rows(chosen(Pass.DECODE, spec, shape), shape)
     seen = reach(spec, shape)
     row_tiles = -(-shape.group * shape.n_q // choice.tile.q)
     programs = row_tiles * shape.heads_k * (1 if spec.batch_invariant else shape.batch)

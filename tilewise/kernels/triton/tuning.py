@@ -8,7 +8,8 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from tilewise.spec import Shape, Tile
+from tilewise.kernels.triton.fitting import fitted, shared_memory
+from tilewise.spec import Attention, Shape, Tile
 
 _LEAST = 16  # queries or keys of a tile, as tensor cores take them
 
@@ -36,15 +37,15 @@ class Choice:
 # By the larger head dimension, up to a power of 2. Those of half precision; float32 takes those of twice the size.
 _TABLE: dict[Pass, dict[int, Choice]] = {
     Pass.FORWARD: {
-        64: Choice(Tile(128, 128), 8, 3), 128: Choice(Tile(128, 128), 8, 2), 256: Choice(Tile(128, 64), 8, 2),
+        64: Choice(Tile(128, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 3), 256: Choice(Tile(128, 32), 8, 2),
         512: Choice(Tile(32, 32), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
     },
     Pass.D_QUERY: {
-        64: Choice(Tile(128, 64), 8, 2), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 32), 8, 2),
+        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 3), 256: Choice(Tile(64, 32), 8, 2),
         512: Choice(Tile(32, 16), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
     },
     Pass.D_KEYS: {
-        64: Choice(Tile(64, 128), 8, 2), 128: Choice(Tile(64, 128), 8, 2), 256: Choice(Tile(32, 64), 8, 1),
+        64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 128), 8, 2), 256: Choice(Tile(32, 64), 8, 1),
         512: Choice(Tile(16, 32), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
     },
     Pass.ARRAYS: {
@@ -59,10 +60,17 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
 }  # fmt: skip
 
 
-def chosen(kind: Pass, shape: Shape, tile: Tile | None = None) -> Choice:
-    """For calls of this shape; a tile that was asked for is taken as near as it comes below."""
+# Whose tile stays in shared memory while the others pass by, and in how many loops, each with room of its own.
+_HELD = {
+    Pass.FORWARD: ("q", 2), Pass.D_QUERY: ("q", 1), Pass.D_KEYS: ("k", 2), Pass.ARRAYS: ("q", 2), Pass.DECODE: ("q", 1),
+}  # fmt: skip
+
+
+def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) -> Choice:
+    """For such calls; a tile that was asked for is taken as near as it comes below."""
     size = max(shape.d, shape.d_v) * (2 if shape.dtype == "float32" else 1)
     found = next(choice for limit, choice in _TABLE[kind].items() if size <= limit)
+    found = fitted(found, spec, shape, *_HELD[kind], shared_memory(shape.device))
     if tile is None:
         return found
     fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))

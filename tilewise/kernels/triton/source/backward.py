@@ -9,7 +9,9 @@ import triton.language as tl
 
 from tilewise.kernels.triton.source.rope import load_keys, load_queries, store_d_keys, store_d_queries
 from tilewise.kernels.triton.source.tiles import (
+    FULL,
     LOG2_E,
+    PARTIAL,
     at_scores,
     binary,
     finite,
@@ -138,25 +140,49 @@ def d_keys(
         first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
         # for each q tile of the schedule:
         for run in range(first_run, last_run):
-            kind = tl.load(runs + run * 3 + 2)
-            for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
-                query = tile * TILE_Q + tl.arange(0, TILE_Q)
-                q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
-                at = matrix(d_out, d_out_steps, b, h, q_begin)
-                d_out_tile = load_rows(at, d_out_steps[2], query, n_q, D_V, COLUMNS)
-                shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
-                # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
-                product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
-                d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
-                p, d_score = weights(
-                    product, d_p, shift[None, :], rest[None, :], row_delta[None, :], query[None, :], key[:, None], kind,
-                    n_q, n_k, place, loaded, scale, RAW, SCORE, MASK,
+            first_tile, last_tile = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)
+            rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, b, h, q_begin
+            if tl.load(runs + run * 3 + 2) == PARTIAL:
+                acc_k, acc_v = visit_queries(
+                    acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, PARTIAL, rows, n_q, n_k, place, loaded,
+                    scale, turns, RAW, SCORE, MASK, SLOPE, TILE_Q, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                    INTERLEAVED,
                 )  # fmt: skip
-                d_s = passed_on(d_score, SLOPE, product, query[None, :], key[:, None], place, loaded, scale)
-                # 6 d_v += p.T @ d_out, d_k += d_s.T @ q
-                p = narrow(p, d_out_tile.dtype).to(DOT)
-                acc_v = tl.dot(p, d_out_tile.to(DOT), acc_v, input_precision=PRECISION)
-                d_s = narrow(d_s, q_tile.dtype).to(DOT)
-                acc_k = tl.dot(d_s, q_tile.to(DOT), acc_k, input_precision=PRECISION)
+            else:
+                acc_k, acc_v = visit_queries(
+                    acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, FULL, rows, n_q, n_k, place, loaded,
+                    scale, turns, RAW, SCORE, MASK, SLOPE, TILE_Q, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                    INTERLEAVED,
+                )  # fmt: skip
     store_d_keys(d_k, d_k_steps, b, hk, k_begin, key, n_k, acc_k * scale, turns, D, DEPTH, PAIRS, INTERLEAVED)
     store_rows(matrix(d_v, d_v_steps, b, hk, k_begin), d_v_steps[2], key, n_k, acc_v, D_V, COLUMNS)
+
+
+@triton.jit
+def visit_queries(
+    acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, KIND: tl.constexpr, rows, n_q, n_k, place, loaded,
+    scale, turns, RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
+    TILE_Q: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A run of query tiles, all of one kind, as in forward."""
+    q, d_out, lse, delta, q_steps, d_out_steps, row_steps, b, h, q_begin = rows
+    for tile in range(first_tile, last_tile):
+        query = tile * TILE_Q + tl.arange(0, TILE_Q)
+        q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
+        d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
+        shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+        # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
+        product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
+        d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
+        p, d_score = weights(
+            product, d_p, shift[None, :], rest[None, :], row_delta[None, :], query[None, :], key[:, None], KIND,
+            n_q, n_k, place, loaded, scale, RAW, SCORE, MASK,
+        )  # fmt: skip
+        d_s = passed_on(d_score, SLOPE, product, query[None, :], key[:, None], place, loaded, scale)
+        # 6 d_v += p.T @ d_out, d_k += d_s.T @ q
+        p = narrow(p, d_out_tile.dtype).to(DOT)
+        acc_v = tl.dot(p, d_out_tile.to(DOT), acc_v, input_precision=PRECISION)
+        d_s = narrow(d_s, q_tile.dtype).to(DOT)
+        acc_k = tl.dot(d_s, q_tile.to(DOT), acc_k, input_precision=PRECISION)
+    return acc_k, acc_v

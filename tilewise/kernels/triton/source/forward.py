@@ -5,6 +5,8 @@ import triton.language as tl
 
 from tilewise.kernels.triton.source.rope import load_keys, load_queries
 from tilewise.kernels.triton.source.tiles import (
+    FULL,
+    PARTIAL,
     binary,
     finite,
     fused,
@@ -29,7 +31,6 @@ def forward(
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
-    v = matrix(v, v_steps, b, h // group, k_begin)
 
     # 1 load q
     query = first + tl.arange(0, TILE_Q)
@@ -37,29 +38,20 @@ def forward(
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
-    factor = binary(scale, RAW)
+    keys = k, v, k_steps, v_steps, b, h // group, k_begin
     # for each kv tile of the schedule:
     for run in range(first_run, last_run):
-        kind = tl.load(runs + run * 3 + 2)
-        for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
-            key = tile * TILE_K + tl.arange(0, TILE_K)
-            # 2 s = q @ k.T
-            k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
-            s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
-            # 3 score
-            # 4 mask (PARTIAL tiles only)
-            s = scores(s, query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
-            # 5 row_max, rescale, p, row_sum
-            new_max = tl.maximum(row_max, tl.max(s, 1))
-            shift = finite(new_max) * factor
-            rescale = tl.exp2(row_max * factor - shift)
-            p = tl.exp2(fused(s, factor, -shift[:, None]))
-            row_sum = row_sum * rescale + tl.sum(p, 1)
-            row_max = new_max
-            # 6 acc = acc * rescale + p @ v
-            v_tile = load_rows(v, v_steps[2], key, n_k, D_V, COLUMNS)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision=PRECISION)
+        first_tile, last_tile, kind = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1), tl.load(runs + run * 3 + 2)
+        if kind == PARTIAL:
+            acc, row_max, row_sum = visit(
+                acc, row_max, row_sum, q_tile, query, first_tile, last_tile, PARTIAL, keys, n_q, n_k, place, loaded,
+                scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS, INTERLEAVED,
+            )  # fmt: skip
+        else:
+            acc, row_max, row_sum = visit(
+                acc, row_max, row_sum, q_tile, query, first_tile, last_tile, FULL, keys, n_q, n_k, place, loaded,
+                scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS, INTERLEAVED,
+            )  # fmt: skip
 
     # 7 finish: acc / row_sum, lse
     done = lse_of(row_max, row_sum, scale, RAW)
@@ -71,6 +63,39 @@ def forward(
     store_rows(matrix(out, out_steps, b, h, q_begin), out_steps[2], query, n_q, acc * weight[:, None],
                D_V, COLUMNS)  # fmt: skip
     tl.store(matrix(lse, lse_steps, b, h, q_begin) + query, done, mask=query < n_q)
+
+
+@triton.jit
+def visit(
+    acc, row_max, row_sum, q_tile, query, first_tile, last_tile, KIND: tl.constexpr, keys, n_q, n_k, place, loaded,
+    scale, turns, RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, TILE_K: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A run of key tiles, all of one kind: a loop of its own, without what only the other needs, is the faster one."""
+    k, v, k_steps, v_steps, b, hk, k_begin = keys
+    v = matrix(v, v_steps, b, hk, k_begin)
+    factor = binary(scale, RAW)
+    for tile in range(first_tile, last_tile):
+        key = tile * TILE_K + tl.arange(0, TILE_K)
+        # 2 s = q @ k.T
+        k_tile = load_keys(k, k_steps, b, hk, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
+        s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
+        # 3 score
+        # 4 mask (PARTIAL tiles only)
+        s = scores(s, query[:, None], key[None, :], KIND, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
+        # 5 row_max, rescale, p, row_sum
+        new_max = tl.maximum(row_max, tl.max(s, 1))
+        shift = finite(new_max) * factor
+        rescale = tl.exp2(row_max * factor - shift)
+        p = tl.exp2(fused(s, factor, -shift[:, None]))
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        row_max = new_max
+        # 6 acc = acc * rescale + p @ v
+        v_tile = load_rows(v, v_steps[2], key, n_k, D_V, COLUMNS)
+        acc = acc * rescale[:, None]
+        acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision=PRECISION)
+    return acc, row_max, row_sum
 
 
 @triton.jit

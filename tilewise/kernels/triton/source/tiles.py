@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 PARTIAL: tl.constexpr = tl.constexpr(1)
+FULL: tl.constexpr = tl.constexpr(2)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
