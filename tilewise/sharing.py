@@ -28,6 +28,28 @@ class Lock:
         self._lock.release()
 
 
+class Kept(Generic[T]):
+    """What was made, by key: the latest `most`. Finding something takes no lock."""
+
+    def __init__(self, most: int) -> None:
+        self._made: dict[Any, T] = {}
+        self._most, self._lock = most, Lock()
+
+    def found(self, key: Any, make: Callable[[], T]) -> T:
+        found = self._made.get(key, _NOTHING)
+        if found is not _NOTHING:
+            return found  # type: ignore[return-value]
+        made = make()
+        with self._lock:
+            self._made[key] = made
+            if len(self._made) > self._most:
+                del self._made[next(iter(self._made))]
+        return made
+
+
+_NOTHING = object()
+
+
 class lazy(Generic[T]):  # noqa: N801 - used as a decorator, as property is
     """A property that is computed once. Before Python 3.12 functools.cached_property holds a lock while it computes."""
 

@@ -18,6 +18,7 @@ from tilewise.kernels import cuda
 from tilewise.kernels.cuda import simulator, structs
 from tilewise.kernels.cuda.source import assembled
 from tilewise.kernels.cuda.tensor_map import TensorMap
+from tilewise.sharing import Kept
 
 
 @dataclass
@@ -94,7 +95,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     ):
         monkeypatch.setattr(module, name, type(getattr(module, name))())
     monkeypatch.setattr(launcher, "_rooms", [])
-    monkeypatch.setattr(repeat, "known", ready.Kept(512))
-    monkeypatch.setattr(operator, "_ready", ready.Kept(256))
+    monkeypatch.setattr(repeat, "known", Kept(512))
+    monkeypatch.setattr(operator, "_ready", Kept(256))
     monkeypatch.setattr(operator, "_recognised", {})
     return fake

@@ -16,7 +16,8 @@ from torch import Tensor
 from tilewise import dispatch, validate, wire
 from tilewise.arrays import stored_as, strides_as
 from tilewise.pytorch import autograd, ready, vmap
-from tilewise.pytorch.ready import Kept, Ready, are_aligned, layout
+from tilewise.pytorch.ready import Ready, are_aligned, layout
+from tilewise.sharing import Kept
 from tilewise.spec import Attention, Partial, Shape
 from tilewise.wire import Template
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from tilewise.sharing import Lock
-
-T = TypeVar("T")
 
 DEVICES = ("cuda",)  # where a launch takes less time than all that comes before it
 _ALIGNMENT = 16  # kernels differ by whether arrays begin at multiples of it
@@ -47,25 +43,3 @@ def are_aligned(*tensors: Tensor) -> bool:
     for x in tensors:
         addresses |= x.data_ptr()
     return not addresses % _ALIGNMENT
-
-
-class Kept(Generic[T]):
-    """What was made ready, by key: the latest `most`. Finding something takes no lock."""
-
-    def __init__(self, most: int) -> None:
-        self._made: dict[Any, T] = {}
-        self._most, self._lock = most, Lock()
-
-    def found(self, key: Any, make: Callable[[], T]) -> T:
-        found = self._made.get(key, _NOTHING)
-        if found is not _NOTHING:
-            return found  # type: ignore[return-value]
-        made = make()
-        with self._lock:
-            self._made[key] = made
-            if len(self._made) > self._most:
-                del self._made[next(iter(self._made))]
-        return made
-
-
-_NOTHING = object()

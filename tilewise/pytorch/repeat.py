@@ -18,7 +18,8 @@ from tilewise import validate
 from tilewise.arrays import place_of
 from tilewise.expr import Expr
 from tilewise.pytorch import autograd, operator, ready
-from tilewise.pytorch.ready import Kept, Ready, are_aligned
+from tilewise.pytorch.ready import Ready, are_aligned
+from tilewise.sharing import Kept
 from tilewise.validate import Call
 from tilewise.walking import loads, remembered
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,15 +14,58 @@ from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.tables import FIELDS, tables
 from tilewise.pytorch.constants import constant_on
+from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape, Tile
+
+_FIRST_IN_GRAPH = (
+    "a CUDA graph is captured around a call that was never made before; make it once first, "
+    "so that its kernels are compiled and its plan is on the GPU"
+)
 
 
 def planned(spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool = False) -> tuple[Any, ...]:
     """The grid; the records of its tiles with their steps, their runs, and the variant's arrays."""
-    made = tables(spec, shape, tile, by_key)
-    numbers, runs = (torch.from_numpy(x).to(q.device) for x in (made.records, made.runs))
+    made = _plan_on(q.device, spec, shape, tile, by_key)
     grid = made.tiles, shape.heads_k if by_key else shape.heads, shape.batch
-    return grid, numbers, made.steps, runs, loaded_by(spec, q)
+    return grid, made.records, made.steps, made.runs, loaded_by(spec, q)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """Tables on a device."""
+
+    records: Any
+    runs: Any
+    steps: tuple[int, int]
+    tiles: int
+    constants: list[Any]  # what it was made from stays with it, so that no other array gets their id
+
+
+_plans = Kept[_Plan](256)
+_in_graphs: dict[int, _Plan] = {}
+
+
+def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> _Plan:
+    """Kept, as it follows from shapes and the variant; unless arrays in main memory, which may change, are looked at."""
+    constants = [slot.array for slot in spec.loaded if slot.constant]
+    is_lasting = all(slot.constant or arrays.device_name(slot.array) != "cpu" for slot in spec.loaded)
+
+    def make() -> _Plan:
+        if capturing:
+            raise RuntimeError(_FIRST_IN_GRAPH)
+        made = tables(spec, shape, tile, by_key)
+        records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
+        return _Plan(records, runs, made.steps, made.tiles, constants)
+
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if not is_lasting:
+        return make()
+    lengths = () if spec.lengths is None else (spec.lengths.q.tobytes(), spec.lengths.k.tobytes())
+    expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
+    found = _plans.found((device, shape, tile, by_key, lengths, expressions, *map(id, constants)), make)
+    if capturing:
+        _in_graphs[id(found)] = found  # a replay may read it at any time
+    return found
 
 
 def records_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
