@@ -46,7 +46,7 @@ _in_graphs: dict[int, _Plan] = {}
 
 
 def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> _Plan:
-    """Kept, as it follows from shapes and the variant; unless arrays in main memory, which may change, are looked at."""
+    """Kept, as it follows from shapes and the variant; unless it looks at arrays in main memory, which may change."""
     constants = [slot.array for slot in spec.loaded if slot.constant]
     is_lasting = all(slot.constant or arrays.device_name(slot.array) != "cpu" for slot in spec.loaded)
 
