@@ -63,6 +63,13 @@ class Prepares(Protocol):
 
 
 @runtime_checkable
+class Chooses(Protocol):
+    """A kernel system with more to choose than a tile, which explain tells."""
+
+    def choice(self, spec: Attention, shape: Shape) -> str: ...
+
+
+@runtime_checkable
 class Decodes(Protocol):
     """A kernel system with kernels of its own for few queries over a cache, which they read where it is."""
 

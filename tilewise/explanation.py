@@ -24,12 +24,15 @@ class Explanation:
     spec: Attention
     shape: Shape
     plan: Plan | None  # None: the arrays it depends on are not in main memory
+    choice: str | None = None  # what the kernel system chose beside the tile
 
     def __str__(self) -> str:
         lines = [describe(self.spec, self.shape), f"kernel: {self.kernel or 'none can compute this call'}"]
         for name, reason in self.reasons.items():
             if name != self.kernel:
                 lines.append(f"  not {name}: {reason or f'it could, but {self.kernel} comes first or was asked for'}")
+        if self.choice is not None:
+            lines.append(f"choice: {self.choice}")
         if self.plan is not None:
             lines.append(describe_plan(self.plan))
         return "\n".join(lines)
@@ -42,9 +45,11 @@ def explain_call(call: Call, kernel: str) -> Explanation:
     if kernel != "auto" and kernel not in reasons:  # a rung, or a simulator
         reasons = {kernel: dispatch.reason(kernel, call.spec, call.shape), **reasons}
     able = [name for name, reason in reasons.items() if reason is None and kernel in ("auto", name)]
-    tile = dispatch.kernel(able[0]).default_tile(call.spec, call.shape) if able else Tile()
+    system = dispatch.kernel(able[0]) if able else None
+    tile = system.default_tile(call.spec, call.shape) if system else Tile()
     made = plan(call.spec, call.shape, tile) if call.shape.device == "cpu" else None
-    return Explanation(able[0] if able else None, reasons, call.spec, call.shape, made)
+    choice = system.choice(call.spec, call.shape) if isinstance(system, dispatch.Chooses) else None
+    return Explanation(able[0] if able else None, reasons, call.spec, call.shape, made, choice)
 
 
 def describe(spec: Attention, shape: Shape) -> str:

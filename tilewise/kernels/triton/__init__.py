@@ -55,6 +55,10 @@ class TritonKernel:
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return chosen(Pass.FORWARD, spec, shape).tile
 
+    def choice(self, spec: Attention, shape: Shape) -> str:
+        kinds = (Pass.D_QUERY, Pass.D_KEYS) if shape.backward else (Pass.FORWARD,)
+        return "; ".join(f"{kind.value}: {chosen(kind, spec, shape)}" for kind in kinds)
+
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 

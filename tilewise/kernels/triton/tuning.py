@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache
 from typing import Any
 
-from tilewise.kernels.triton.fitting import fitted, shared_memory
+from tilewise.kernels.triton import tuned
+from tilewise.kernels.triton.fitting import fitted, shared_bytes, shared_memory
 from tilewise.spec import Attention, Shape, Tile
 
 _LEAST = 16  # queries or keys of a tile, as tensor cores take them
@@ -32,6 +35,9 @@ class Choice:
     def options(self) -> dict[str, Any]:
         """As a launch takes them."""
         return {"num_warps": self.warps, "num_stages": self.stages}
+
+    def __str__(self) -> str:
+        return f"tiles of {self.tile.q} queries and {self.tile.k} keys, {self.warps} warps, {self.stages} stages"
 
 
 # By the larger head dimension, up to a power of 2. Those of half precision; float32 takes those of twice the size.
@@ -68,13 +74,44 @@ _HELD = {
 
 def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) -> Choice:
     """For such calls; a tile that was asked for is taken as near as it comes below."""
-    size = max(shape.d, shape.d_v) * (2 if shape.dtype == "float32" else 1)
-    found = next(choice for limit, choice in _TABLE[kind].items() if size <= limit)
-    found = fitted(found, spec, shape, *_HELD[kind], shared_memory(shape.device))
+    found = fitted(_entry(kind, shape), spec, shape, *_HELD[kind], shared_memory(shape.device))
     if tile is None:
         return found
     fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
     return Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
+
+
+def _entry(kind: Pass, shape: Shape) -> Choice:
+    if kind in _tried:
+        return _tried[kind]
+    size = up(max(shape.d, shape.d_v) * (2 if shape.dtype == "float32" else 1))
+    found = tuned.choices(shape.device).get(kind.value, {}).get(size)
+    if found is not None:
+        q, k, warps, stages = found
+        return Choice(Tile(q, k), warps, stages)
+    return _TABLE[kind][size]
+
+
+def up(size: int) -> int:
+    """The entry for heads of this size."""
+    return next(limit for limit in _TABLE[Pass.FORWARD] if size <= limit)
+
+
+def fits(kind: Pass, choice: Choice, spec: Attention, shape: Shape, limit: int) -> bool:
+    return shared_bytes(choice, spec, shape, *_HELD[kind]) <= limit
+
+
+_tried: dict[Pass, Choice] = {}
+
+
+@contextmanager
+def trying(kind: Pass, choice: Choice) -> Iterator[None]:
+    """Calls inside take this choice, as far as it fits."""
+    _tried[kind] = choice
+    try:
+        yield
+    finally:
+        del _tried[kind]
 
 
 def _at_most(wanted: int, most: int) -> int:

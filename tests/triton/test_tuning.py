@@ -1,0 +1,131 @@
+"""Choices of tiles, warps and stages: they fit, and what `tilewise tune` finds goes before the table."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tilewise import cli, validate
+from tilewise.expr import H, K, Q, load
+from tilewise.kernels.triton import fitting, tuned, tuning
+from tilewise.kernels.triton.tuning import Choice, Pass
+from tilewise.spec import Attention, Shape, Tile
+
+SHAPE = Shape(1, 2, 2, 256, 256, 64, 64, "bfloat16", "cuda:0")
+BIAS = Attention(1.0, load(np.zeros((9, 9), bool), Q, K), tw.S + load(np.zeros((2, 9, 9), np.float32), H, Q, K))
+
+
+@pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10, 64 << 10])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("d", [16, 64, 80, 128, 256, 512])
+def test_every_choice_has_room(d: int, dtype: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "shared_memory", lambda device: limit)
+    for kind in Pass:
+        for spec in (Attention(1.0), BIAS):
+            shape = Shape(1, 2, 2, 256, 256, d, d, dtype)
+            choice = tuning.chosen(kind, spec, shape)
+            is_least = choice.tile == Tile(16, 16) and choice.stages == 1
+            assert is_least or tuning.fits(kind, choice, spec, shape, limit)
+
+
+def test_arrays_of_pairs_take_room_and_others_do_not() -> None:
+    slopes = Attention(1.0, None, tw.S + load(np.zeros((2, 9), np.float32), H, Q))
+    choice = Choice(Tile(64, 64), 4, 2)
+    plain, rows, pairs = (
+        fitting.shared_bytes(choice, x, SHAPE, held="q", loops=1) for x in (Attention(1.0), slopes, BIAS)
+    )
+    assert plain == rows and pairs - plain == 2 * 64 * 64 * (1 + 4)
+
+
+def test_less_room_takes_stages_first_and_then_the_tile_that_passes_by() -> None:
+    wanted, sizes = Choice(Tile(128, 64), 8, 4), []
+    for limit in range(200 << 10, 20 << 10, -(4 << 10)):
+        choice = fitting.fitted(wanted, Attention(1.0), SHAPE, "q", 2, limit)
+        sizes.append((choice.stages, choice.tile.q * choice.tile.k))
+        assert fitting.shared_bytes(choice, Attention(1.0), SHAPE, "q", 2) <= limit
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
+
+
+# -- tilewise tune ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GPU that is none, with a cache folder of its own."""
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuned, "gpu_name", lambda device: "A GPU (of 2026)")
+    monkeypatch.setattr(tuning, "shared_memory", lambda device: fitting.HOPPER)
+    tuned.choices.cache_clear()
+    yield tmp_path
+    tuned.choices.cache_clear()
+
+
+def test_what_was_found_is_taken(machine: Path) -> None:
+    pytest.importorskip("triton")
+    before = tuning.chosen(Pass.FORWARD, Attention(1.0), SHAPE)
+    path = tuned.save("A GPU (of 2026)", {"forward": {64: (32, 16, 4, 2)}})
+    assert path == machine / "triton" / "tuned-A-GPU-of-2026-.json"
+    assert tuning.chosen(Pass.FORWARD, Attention(1.0), SHAPE) == Choice(Tile(32, 16), 4, 2) != before
+    assert tuning.chosen(Pass.D_KEYS, Attention(1.0), SHAPE) == tuning._TABLE[Pass.D_KEYS][64]
+    tuned.save("A GPU (of 2026)", {"forward": {128: (16, 16, 4, 1)}})
+    assert tuned.choices("cuda:0")["forward"] == {64: (32, 16, 4, 2), 128: (16, 16, 4, 1)}
+    assert tuned.choices("cpu") == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"choices": {"forward": {"64": [3, 64, 4, 2]}}}', '{"choices": 3}'])
+def test_what_cannot_be_read_is_passed_over(text: str, machine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tuned.path_for("A GPU (of 2026)")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert tuned.choices("cuda:0") == {}
+    assert "tune again" in caplog.text
+
+
+def test_the_fastest_choice_is_kept(machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    from tilewise.cli import tune
+    from tilewise.kernels.triton import trials
+
+    wanted = {Pass.FORWARD: (64, 32), Pass.D_QUERY: (128, 64), Pass.D_KEYS: (32, 128)}
+
+    def milliseconds(kind: Pass, choice: Choice, calls: Any) -> float:
+        return 1.0 if (choice.tile.q, choice.tile.k) == wanted[kind] else math.inf if choice.stages > 3 else 2.0
+
+    def problems(d: int, device: str) -> list[Any]:
+        q, k, v = np.zeros((3, 1, 2, 64, d), np.float32)
+        return [validate.prepare(q, k, v)]
+
+    monkeypatch.setattr(tune, "_check_gpu", lambda: None)
+    monkeypatch.setattr(trials, "milliseconds", milliseconds)
+    monkeypatch.setattr(trials, "problems", problems)
+    assert cli.main(["tune", "--d", "48"]) == 0
+    told = capsys.readouterr().out
+    assert "forward, d 48: 1.000 ms, tiles of 64 queries and 32 keys" in told and str(machine) in told
+    assert {kind: by[64][:2] for kind, by in tuned.choices("cuda:0").items()} == {
+        kind.value: size for kind, size in wanted.items()
+    }
+
+
+def test_tuning_needs_a_gpu(capsys: Any) -> None:
+    assert cli.main(["tune"]) == 2
+    assert "a GPU that Triton serves" in capsys.readouterr().err
+
+
+def test_a_choice_is_tried_inside_alone() -> None:
+    choice = Choice(Tile(16, 16), 4, 1)
+    with tuning.trying(Pass.FORWARD, choice):
+        assert tuning.chosen(Pass.FORWARD, Attention(1.0), Shape(1, 2, 2, 64, 64, 64, 64)) == choice
+    assert tuning.chosen(Pass.FORWARD, Attention(1.0), Shape(1, 2, 2, 64, 64, 64, 64)) != choice
+
+
+def test_explain_tells_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr("tilewise.kernels.triton.is_interpreted", lambda: True)
+    q = np.zeros((1, 1, 64, 64), np.float32)
+    assert "choice: forward: tiles of 128 queries and 64 keys" in str(tw.explain(q, q, q, kernel="triton"))
