@@ -95,3 +95,22 @@ def test_mistakes_are_named() -> None:
         MultiHeadAttention(16, 4, heads_k=3)(torch.ones(1, 2, 16))
     with pytest.raises(TypeError, match="dropout: expected one of rope, causal, mask, score, scale"):
         MultiHeadAttention(16, 4)(torch.ones(1, 2, 16), dropout=0.1)
+
+
+@pytest.mark.parametrize("rope", [None, tw.Rope(), tw.Rope(4, interleaved=True)], ids=["plain", "rope", "a part"])
+@pytest.mark.parametrize("paged", [False, True], ids=["contiguous", "paged"])
+def test_words_that_come_one_by_one_give_the_same(rope: tw.Rope | None, paged: bool) -> None:
+    """A prompt of 5 words and then four more, beside the whole sequence at once."""
+    torch.manual_seed(1)
+    module = MultiHeadAttention(24, 4, heads_k=2, rope=rope, causal=True, sinks=True)
+    x = torch.randn(2, 9, 24)
+    cache = module.new_cache(2, 16)
+    if paged:
+        like = torch.empty(2, 2, 1, 6)
+        cache = tw.PagedKVCache.like(like, like, pages=4, page_size=16)
+    with torch.no_grad():
+        steps = [module(part, cache=cache) for part in x.split([5, 1, 1, 1, 1], 1)]
+        assert torch.allclose(torch.cat(steps, 1), module(x), atol=1e-5)
+    assert torch.as_tensor(cache.lengths).tolist() == [9, 9]
+    with pytest.raises((ValueError, RuntimeError), match=r"gradient|no_grad"):
+        module(x[:, :1], cache=cache)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tilewise.api import attention
+from tilewise.api import attention, decode
+from tilewise.cache import Cache, KVCache
 from tilewise.projection import fused_qkv_projection
 from tilewise.rope import Rope
 
@@ -50,23 +52,41 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         self.out = nn.Linear(heads * self.head_dim, features, bias=bias, device=device, dtype=dtype)
         self.sinks = nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sinks else None
 
-    def forward(self, x: Tensor, *, rope: Rope | None = None, **options: Any) -> Tensor:
-        """x: (batch, n, features); rope and options take the place of the module's, for this call."""
+    def forward(self, x: Tensor, *, cache: Cache | None = None, rope: Rope | None = None, **options: Any) -> Tensor:
+        """x: (batch, n, features); rope and options take the place of the module's, for this call.
+
+        cache: a tw.KVCache or tw.PagedKVCache. x then has the next n words of each sequence: their keys and values are
+        appended to it, turned, and attention goes to all that it has. Under torch.no_grad().
+        """
         unknown = options.keys() - self.options.keys()
         if unknown:
             raise TypeError(f"{sorted(unknown)[0]}: expected one of {', '.join(('rope', *self.options))}")
+        rope = self.rope if rope is None else rope
+        if cache is not None and rope is not None and rope.positions is None:
+            rope = _behind(rope, cache, x.shape[1])
         q, k, v = fused_qkv_projection(
-            x, self.qkv.weight.T, self.qkv.bias, heads=self.heads, heads_k=self.heads_k, d=self.head_dim,
-            rope=self.rope if rope is None else rope,
-        )  # fmt: skip
-        done = attention(q, k, v, sinks=self.sinks, kernel=self.kernel, **{**self.options, **options})
+            x, self.qkv.weight.T, self.qkv.bias, heads=self.heads, heads_k=self.heads_k, d=self.head_dim, rope=rope
+        )
+        how = {"sinks": self.sinks, "kernel": self.kernel, **self.options, **options}
+        done = attention(q, k, v, **how) if cache is None else decode(q, cache, k=k, v=v, **how)
         return self.out(done.transpose(1, 2).flatten(2))
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for this many sequences, of as many words at most, where the module is."""
+        like = self.qkv.weight.new_empty(batch, self.heads_k, 1, self.head_dim)
+        return KVCache.like(like, like, capacity=capacity)
 
     def extra_repr(self) -> str:
         """What printing a module shows beside its layers."""
         said = {"heads": self.heads, "heads_k": self.heads_k, "head_dim": self.head_dim, "rope": self.rope}
         said |= {name: value for name, value in self.options.items() if value is not False}
         return ", ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+
+
+def _behind(rope: Rope, cache: Cache, n: int) -> Rope:
+    """At the positions of the next n words of each sequence."""
+    lengths = torch.as_tensor(cache.lengths)
+    return replace(rope, positions=lengths[:, None] + torch.arange(n, device=lengths.device))
 
 
 def _head_dim(features: int, heads: int, heads_k: int) -> int:
