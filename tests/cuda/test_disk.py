@@ -206,3 +206,15 @@ def test_without_a_compiler_make_kernels_says_what_to_install(
     monkeypatch.setenv("PATH", "")
     assert prebuild.main() == 2
     assert "no compiler: NVRTC is away, or the CUDA toolkit for nvcc" in capsys.readouterr().err
+
+
+def test_the_version_of_a_compiler_comes_without_loading_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler.metadata, "version", lambda name: {"nvidia-cuda-nvrtc": "13.0.88"}[name])
+    assert compiler.version.__wrapped__() == "nvrtc 13.0.88"
+
+    def missing(name: str) -> str:
+        raise compiler.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(compiler.metadata, "version", missing)
+    monkeypatch.setattr(compiler, "loaded_version", lambda: "12.4")
+    assert compiler.version.__wrapped__() == "nvrtc 12.4"

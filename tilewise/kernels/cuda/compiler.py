@@ -7,7 +7,9 @@ import logging
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +74,20 @@ def _keep(files: disk.Files, name: str, content: bytes) -> None:
 
 @cache
 def version() -> str:
-    """Of NVRTC."""
+    """Of NVRTC, by its package: the library would first be loaded, and tells less."""
+    with suppress(metadata.PackageNotFoundError):
+        return f"nvrtc {metadata.version('nvidia-cuda-nvrtc')}"
+    return f"nvrtc {loaded_version()}"
+
+
+def loaded_version() -> str:
+    """What the library itself says."""
     from cuda.bindings import nvrtc
 
     error, major, minor = nvrtc.nvrtcVersion()
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompileError(f"NVRTC does not tell its version: {error.name}")
-    return f"nvrtc {major}.{minor}"
+    return f"{major}.{minor}"
 
 
 def by_nvrtc(source: Source, arch: str) -> bytes:
@@ -98,7 +107,7 @@ def without_nvrtc() -> str | None:
     try:
         import cuda.core  # noqa: F401
 
-        version()
+        loaded_version()
     except Exception as error:  # packages that are missing, a library that does not load
         told = str(error).splitlines()[0] if str(error) else type(error).__name__
         return f"NVRTC cannot be used ({told}); pip install 'tilewise[cuda]' nvidia-cuda-nvrtc"
