@@ -24,7 +24,7 @@ def several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.kernels.triton import launch_decode
 
     small = tuning.Choice(Tile(16, 32), 4, 2)
-    monkeypatch.setattr(launch_decode, "chosen", lambda kind, shape: small)
+    monkeypatch.setattr(launch_decode, "chosen", lambda kind, spec, shape: small)
 
 
 @pytest.fixture
