@@ -20,6 +20,12 @@ SHAPE = Shape(1, 2, 2, 256, 256, 64, 64, "bfloat16", "cuda:0")
 BIAS = Attention(1.0, load(np.zeros((9, 9), bool), Q, K), tw.S + load(np.zeros((2, 9, 9), np.float32), H, Q, K))
 
 
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, even where Triton is interpreted."""
+    monkeypatch.setattr(tuning, "is_interpreted", lambda: False)
+
+
 @pytest.mark.parametrize("limit", [227 << 10, 163 << 10, 99 << 10, 64 << 10])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("d", [16, 64, 80, 128, 256, 512])
@@ -129,3 +135,10 @@ def test_explain_tells_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilewise.kernels.triton.is_interpreted", lambda: True)
     q = np.zeros((1, 1, 64, 64), np.float32)
     assert "choice: forward: tiles of 128 queries and 64 keys" in str(tw.explain(q, q, q, kernel="triton"))
+
+
+def test_an_interpreter_takes_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "is_interpreted", lambda: True)
+    shape = Shape(1, 2, 2, 64, 64, 512, 512)
+    assert tuning.chosen(Pass.D_KEYS, Attention(1.0), shape).tile == Tile(128, 128)
+    assert tuning.chosen(Pass.D_KEYS, Attention(1.0), shape, Tile(61, 16)).tile == Tile(32, 16)

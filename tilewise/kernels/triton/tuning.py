@@ -12,6 +12,7 @@ from typing import Any
 
 from tilewise.kernels.triton import tuned
 from tilewise.kernels.triton.fitting import fitted, shared_bytes, shared_memory
+from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.spec import Attention, Shape, Tile
 
 _LEAST = 16  # queries or keys of a tile, as tensor cores take them
@@ -66,6 +67,8 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
 }  # fmt: skip
 
 
+_INTERPRETED = Choice(Tile(128, 128), 4, 1)  # large tiles: an interpreter takes as long for a small one
+
 # Whose tile stays in shared memory while the others pass by, and in how many loops, each with room of its own.
 _HELD = {
     Pass.FORWARD: ("q", 2), Pass.D_QUERY: ("q", 1), Pass.D_KEYS: ("k", 2), Pass.ARRAYS: ("q", 2), Pass.DECODE: ("q", 1),
@@ -74,7 +77,10 @@ _HELD = {
 
 def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) -> Choice:
     """For such calls; a tile that was asked for is taken as near as it comes below."""
-    found = fitted(_entry(kind, shape), spec, shape, *_HELD[kind], shared_memory(shape.device))
+    if is_interpreted() and kind is not Pass.DECODE:
+        found = _INTERPRETED
+    else:
+        found = fitted(_entry(kind, shape), spec, shape, *_HELD[kind], shared_memory(shape.device))
     if tile is None:
         return found
     fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
