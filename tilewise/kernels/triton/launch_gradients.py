@@ -11,10 +11,8 @@ from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import functions, planned, records_of, sizes, steps_of, tensor
 from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, reads
 from tilewise.kernels.triton.source import gradients
-from tilewise.kernels.triton.tuning import Choice
+from tilewise.kernels.triton.tuning import Choice, distances
 from tilewise.spec import Attention, Shape
-
-_DISTANCES = 32  # of a program, and so queries at a time
 
 
 def of_arrays(
@@ -76,13 +74,13 @@ class _Sum:
         s = self.shape
         least, count = 1 - s.n_k, max(s.n_q + s.n_k - 1, 0)
         sums = self._zeros(count)
-        grid = -(-count // _DISTANCES), s.heads, s.batch
+        grid = -(-count // distances()), s.heads, s.batch
         if 0 not in (*grid, s.n_q, s.n_k):
             record, loaded = records_of(self.spec, s, self.given[0])
             told = {name: x for name, x in sizes(s, self.tile).items() if not name.startswith("TILE")}
             gradients.of_distances[grid](
                 *self.given, sums, *self.steps, steps_of(sums), record, loaded, s.group, self.spec.scale, least=least,
-                count=count, **self.functions, **self.options, TILE=_DISTANCES, **told,
+                count=count, **self.functions, **self.options, TILE=distances(), **told,
             )  # fmt: skip
         axis, index = next((i, x) for i, x in enumerate(self.read.node.args) if x.op not in ("const", "var"))
         size = self.read.array.shape[axis]

@@ -87,6 +87,11 @@ def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) 
     return Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
 
 
+def distances() -> int:
+    """How many of a relative table a program sums up, and so how many queries it has at a time."""
+    return _INTERPRETED.tile.q if is_interpreted() else 32
+
+
 def _entry(kind: Pass, shape: Shape) -> Choice:
     if kind in _tried:
         return _tried[kind]
