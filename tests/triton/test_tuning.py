@@ -17,6 +17,7 @@ from tilewise.kernels.triton.tuning import Choice, Pass
 from tilewise.spec import Attention, Shape, Tile
 
 SHAPE = Shape(1, 2, 2, 256, 256, 64, 64, "bfloat16", "cuda:0")
+HELD = fitting.Held("q", both=True, loops=1)
 BIAS = Attention(1.0, load(np.zeros((9, 9), bool), Q, K), tw.S + load(np.zeros((2, 9, 9), np.float32), H, Q, K))
 
 
@@ -42,18 +43,16 @@ def test_every_choice_has_room(d: int, dtype: str, limit: int, monkeypatch: pyte
 def test_arrays_of_pairs_take_room_and_others_do_not() -> None:
     slopes = Attention(1.0, None, tw.S + load(np.zeros((2, 9), np.float32), H, Q))
     choice = Choice(Tile(64, 64), 4, 2)
-    plain, rows, pairs = (
-        fitting.shared_bytes(choice, x, SHAPE, held="q", loops=1) for x in (Attention(1.0), slopes, BIAS)
-    )
+    plain, rows, pairs = (fitting.shared_bytes(choice, x, SHAPE, HELD) for x in (Attention(1.0), slopes, BIAS))
     assert plain == rows and pairs - plain == 2 * 64 * 64 * (1 + 4)
 
 
 def test_less_room_takes_stages_first_and_then_the_tile_that_passes_by() -> None:
     wanted, sizes = Choice(Tile(128, 64), 8, 4), []
     for limit in range(200 << 10, 20 << 10, -(4 << 10)):
-        choice = fitting.fitted(wanted, Attention(1.0), SHAPE, "q", 2, limit)
+        choice = fitting.fitted(wanted, Attention(1.0), SHAPE, HELD, limit)
         sizes.append((choice.stages, choice.tile.q * choice.tile.k))
-        assert fitting.shared_bytes(choice, Attention(1.0), SHAPE, "q", 2) <= limit
+        assert fitting.shared_bytes(choice, Attention(1.0), SHAPE, HELD) <= limit
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) > 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
@@ -32,12 +32,17 @@ _CELL = {
 _QUERIES, _KEYS = {"Q", "QP"}, {"K", "KP"}
 
 
-def fitted(choice: Choice, spec: Attention, shape: Shape, held: str, loops: int, limit: int) -> Choice:
-    """The choice, or the nearest below it that fits: fewer stages first, then smaller tiles.
+class Held(NamedTuple):
+    """Whose tile stays in shared memory while those of the other pass by."""
 
-    held: "q" or "k", whose tile stays while those of the other pass by. loops: how often those have room of their own.
-    """
-    while shared_bytes(choice, spec, shape, held, loops) > limit:
+    by: str  # "q" or "k"
+    both: bool  # with d_out or v beside it
+    loops: int  # in which tiles pass by, each with room of its own
+
+
+def fitted(choice: Choice, spec: Attention, shape: Shape, held: Held, limit: int) -> Choice:
+    """The choice, or the nearest below it that fits: fewer stages first, then smaller tiles."""
+    while shared_bytes(choice, spec, shape, held) > limit:
         smaller = _smaller(choice, held)
         if smaller is None:
             return choice
@@ -45,23 +50,24 @@ def fitted(choice: Choice, spec: Attention, shape: Shape, held: str, loops: int,
     return choice
 
 
-def shared_bytes(choice: Choice, spec: Attention, shape: Shape, held: str, loops: int) -> int:
+def shared_bytes(choice: Choice, spec: Attention, shape: Shape, held: Held) -> int:
     """Rows of tiles, once of those that stay and in each stage of those that pass by, there with what the variant reads
-    for every score; and scores on their way from one layout to another."""
-    tile, row = choice.tile, (_up(shape.d) + _up(shape.d_v)) * _WIDTH[shape.dtype]
-    stays, passes = (tile.q, tile.k) if held == "q" else (tile.k, tile.q)
-    scores = tile.q * tile.k
-    stage = passes * row + scores * _cells(spec)
-    return stays * row + loops * choice.stages * stage + scores * _WIDTH[shape.dtype]
+    for every score; in float32 also scores on their way from one layout to another."""
+    tile, width = choice.tile, _WIDTH[shape.dtype]
+    stays, passes = (tile.q, tile.k) if held.by == "q" else (tile.k, tile.q)
+    both = (_up(shape.d) + _up(shape.d_v)) * width
+    stage = passes * both + tile.q * tile.k * _cells(spec)
+    moved = tile.q * tile.k * width if width == 4 else 0
+    return stays * (both if held.both else _up(shape.d) * width) + held.loops * choice.stages * stage + moved
 
 
-def _smaller(choice: Choice, held: str) -> Choice | None:
+def _smaller(choice: Choice, held: Held) -> Choice | None:
     if choice.stages > 2:
         return replace(choice, stages=choice.stages - 1)
     q, k = choice.tile.q, choice.tile.k
     if max(q, k) == _LEAST:
         return replace(choice, stages=1) if choice.stages > 1 else None
-    halves_q = q > k if q != k else held == "k"  # of two that are the same, the tile that passes by
+    halves_q = q > k if q != k else held.by == "k"  # of two that are the same, the tile that passes by
     return replace(choice, tile=Tile(q // 2, k) if halves_q else Tile(q, k // 2), warps=4)
 
 

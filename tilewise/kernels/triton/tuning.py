@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from tilewise.kernels.triton import tuned
-from tilewise.kernels.triton.fitting import fitted, shared_bytes, shared_memory
+from tilewise.kernels.triton.fitting import Held, fitted, shared_bytes, shared_memory
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.spec import Attention, Shape, Tile
 
@@ -69,9 +69,10 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
 
 _INTERPRETED = Choice(Tile(128, 128), 4, 1)  # large tiles: an interpreter takes as long for a small one
 
-# Whose tile stays in shared memory while the others pass by, and in how many loops, each with room of its own.
 _HELD = {
-    Pass.FORWARD: ("q", 2), Pass.D_QUERY: ("q", 1), Pass.D_KEYS: ("k", 2), Pass.ARRAYS: ("q", 2), Pass.DECODE: ("q", 1),
+    Pass.FORWARD: Held("q", both=False, loops=2), Pass.D_QUERY: Held("q", both=True, loops=1),
+    Pass.D_KEYS: Held("k", both=True, loops=2), Pass.ARRAYS: Held("q", both=True, loops=2),
+    Pass.DECODE: Held("q", both=False, loops=1),
 }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) 
     if is_interpreted() and kind is not Pass.DECODE:
         found = _INTERPRETED
     else:
-        found = fitted(_entry(kind, shape), spec, shape, *_HELD[kind], shared_memory(shape.device))
+        found = fitted(_entry(kind, shape), spec, shape, _HELD[kind], shared_memory(shape.device))
     if tile is None:
         return found
     fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
@@ -109,7 +110,7 @@ def up(size: int) -> int:
 
 
 def fits(kind: Pass, choice: Choice, spec: Attention, shape: Shape, limit: int) -> bool:
-    return shared_bytes(choice, spec, shape, *_HELD[kind]) <= limit
+    return shared_bytes(choice, spec, shape, _HELD[kind]) <= limit
 
 
 _tried: dict[Pass, Choice] = {}
