@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ def test_every_choice_has_room(d: int, dtype: str, limit: int, monkeypatch: pyte
             choice = tuning.chosen(kind, spec, shape)
             is_least = choice.tile == Tile(16, 16) and choice.stages == 1
             assert is_least or tuning.fits(kind, choice, spec, shape, limit)
+
+
+def test_what_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "shared_memory", lambda device: 99 << 10)
+    large = Shape(1, 2, 2, 64, 64, 512, 512, "float32", backward=True)
+    told = tuning.without_room(Attention(1.0), large)
+    assert told is not None and "129 KiB" in told and "99" in told
+    assert tuning.without_room(Attention(1.0), replace(large, dtype="bfloat16")) is None
+    assert tuning.without_room(BIAS, replace(large, d=256, d_v=256)) is None
 
 
 def test_arrays_of_pairs_take_room_and_others_do_not() -> None:

@@ -13,7 +13,7 @@ from tilewise.cache import Cache
 from tilewise.kernels import host
 from tilewise.kernels.triton import reads
 from tilewise.kernels.triton.modules import is_interpreted
-from tilewise.kernels.triton.tuning import Pass, chosen
+from tilewise.kernels.triton.tuning import Pass, chosen, without_room
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -109,7 +109,7 @@ def _unsupported(spec: Attention, shape: Shape) -> str | None:
         return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
     if max(shape.d, shape.d_v) > MOST_D:
         return f"it takes head dimensions up to {MOST_D}, and they are {shape.d} and {shape.d_v}"
-    return reads.unsupported(spec) if shape.backward else None
+    return without_room(spec, shape) or (reads.unsupported(spec) if shape.backward else None)
 
 
 @cache

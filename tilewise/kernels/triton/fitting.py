@@ -58,7 +58,8 @@ def shared_bytes(choice: Choice, spec: Attention, shape: Shape, held: Held) -> i
     both = (_up(shape.d) + _up(shape.d_v)) * width
     stage = passes * both + tile.q * tile.k * _cells(spec)
     moved = tile.q * tile.k * width if width == 4 else 0
-    return stays * (both if held.both else _up(shape.d) * width) + held.loops * choice.stages * stage + moved
+    stages = held.loops * choice.stages if choice.stages > 1 else 1  # a single one is no loop's own
+    return stays * (both if held.both else _up(shape.d) * width) + stages * stage + moved
 
 
 def _smaller(choice: Choice, held: Held) -> Choice | None:

@@ -29,7 +29,7 @@ from tilewise.kernels.triton.tuning import Pass, chosen
 from tilewise.kernels.triton.turning import turning
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
-_ROWS = 64  # of a program that computes delta
+_DELTAS = 8192  # numbers of a program that computes delta, in 16 to 64 rows
 
 
 # Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
@@ -89,11 +89,12 @@ def backward(
 def _delta(out: Any, d_out: Any, d_lse: Any) -> Any:
     batch, heads, n, d_v = out.shape
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
-    grid = (-(-n // _ROWS), heads, batch)
+    rows = max(16, min(64, _DELTAS // power_of_2(d_v)))
+    grid = (-(-n // rows), heads, batch)
     if 0 not in grid:
         given = out, d_out, delta if d_lse is None else d_lse, delta
         backward_kernels.prepare[grid](
-            *given, *map(steps_of, given), n, HAS_D_LSE=d_lse is not None, ROWS=_ROWS, D_V=d_v, COLUMNS=power_of_2(d_v)
+            *given, *map(steps_of, given), n, HAS_D_LSE=d_lse is not None, ROWS=rows, D_V=d_v, COLUMNS=power_of_2(d_v)
         )
     return delta
 

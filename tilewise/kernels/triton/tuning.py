@@ -109,6 +109,21 @@ def up(size: int) -> int:
     return next(limit for limit in _TABLE[Pass.FORWARD] if size <= limit)
 
 
+def without_room(spec: Attention, shape: Shape) -> str | None:
+    """Why a GPU cannot hold even the smallest tiles, or None."""
+    if is_interpreted():
+        return None
+    limit = shared_memory(shape.device)
+    for kind in (Pass.FORWARD, Pass.D_QUERY, Pass.D_KEYS) if shape.backward else (Pass.FORWARD,):
+        wanted = shared_bytes(chosen(kind, spec, shape), spec, shape, _HELD[kind])
+        if wanted > limit:
+            return (
+                f"the smallest tiles of heads of {shape.d} and {shape.d_v} in {shape.dtype} take {wanted >> 10} KiB of "
+                f"shared memory, and {shape.device} has {limit >> 10}; half precision takes half"
+            )
+    return None
+
+
 def fits(kind: Pass, choice: Choice, spec: Attention, shape: Shape, limit: int) -> bool:
     return shared_bytes(choice, spec, shape, _HELD[kind]) <= limit
 
