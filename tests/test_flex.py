@@ -64,6 +64,7 @@ def test_an_expression_goes_where_its_tensors_go():
     assert [str(slot.array.device) for slot in tw.walking.loads(moved)] == ["meta", "cpu"]
     assert moved.key == mask.key
     assert mask.to(mask.device) is mask
+    assert len(tw.walking.loads(tw.document(ids).to("meta"))) == 1  # read twice, moved once
 
 
 @pytest.mark.parametrize("name", MASK_MODS)

@@ -17,7 +17,7 @@ from tilewise import arrays, reference
 from tilewise.arrays import Array
 from tilewise.cases import Case
 from tilewise.dispatch import Kernel
-from tilewise.expr import Expr, Loaded, from_records, records
+from tilewise.expr import Expr, with_arrays
 from tilewise.rope import Rope
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.validate import Call
@@ -189,13 +189,7 @@ def on_device(call: Call, device: str, copy: Callable[[Array, str], Any] = _copi
         return moved[id(x)]
 
     def expression(expr: Expr | None) -> Expr | None:
-        if expr is None:
-            return None
-        new = [
-            (op, args, kind, replace(payload, array=move(payload.array)) if isinstance(payload, Loaded) else payload)
-            for op, args, kind, payload in records(expr)
-        ]
-        return from_records(new)
+        return None if expr is None else with_arrays(expr, lambda slot: move(slot.array))
 
     spec = replace(
         call.spec, mask=expression(call.spec.mask), score=expression(call.spec.score),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -161,11 +161,12 @@ class Expr:
 
     def to(self, device: Any = None, **options: Any) -> Expr:
         """The same over its arrays on another device; with None, as they are."""
-        if device is None:
-            return self
-        return from_records(
-            (op, args, kind, _moved(payload, device, options)) for op, args, kind, payload in records(self)
-        )
+
+        def moved(slot: Loaded) -> Any:  # what a variant made itself is brought to the caller's device anyway
+            stays = slot.constant or not arrays.is_torch(slot.array)
+            return slot.array if stays else slot.array.to(device, **options)
+
+        return self if device is None else with_arrays(self, moved)
 
     def abs(self) -> Expr:
         return abs(self)
@@ -317,11 +318,18 @@ def from_records(given: Iterable[Record]) -> Expr:
     return made[-1]
 
 
-def _moved(payload: Any, device: Any, options: dict[str, Any]) -> Any:
-    """A tensor on another device. What a variant made itself is brought to the caller's anyway."""
-    if not isinstance(payload, Loaded) or payload.constant or not arrays.is_torch(payload.array):
-        return payload
-    return replace(payload, array=payload.array.to(device, **options))
+def with_arrays(root: Expr, change: Callable[[Loaded], Any]) -> Expr:
+    """The same over other arrays. One that is read twice is changed once: arrays are told by which object they are."""
+    changed: dict[int, Any] = {}
+
+    def of(payload: Any) -> Any:
+        if not isinstance(payload, Loaded):
+            return payload
+        if id(payload.array) not in changed:
+            changed[id(payload.array)] = change(payload)
+        return replace(payload, array=changed[id(payload.array)])
+
+    return from_records((op, args, kind, of(payload)) for op, args, kind, payload in records(root))
 
 
 def rebuild(node: Expr, args: tuple[Expr, ...]) -> Expr:
