@@ -61,7 +61,7 @@ class FakeGpu:
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     torch = pytest.importorskip("torch")
     from tilewise.kernels.cuda import gpu, launcher, prepared
-    from tilewise.pytorch import operator, ready, repeat
+    from tilewise.pytorch import graphs, operator, ready, repeat
 
     fake = FakeGpu()
     replaced = {
@@ -87,13 +87,11 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(arrays, "device_name", lambda x: "cuda:0" if arrays.is_torch(x) else "cpu")
     monkeypatch.setattr(ready, "DEVICES", ("cpu",))
-    for module, name in (
-        (launcher, "_kernels"),
-        (launcher, "_tables"),
-        (launcher, "_counts"),
-        (launcher, "_in_graphs"),
-    ):
-        monkeypatch.setattr(module, name, type(getattr(module, name))())
+    for module, name, empty in (
+        (launcher, "_kernels", Kept(8)), (launcher, "_tables", Kept(8)),
+        (launcher, "_counts", {}), (graphs, "held", {}),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, empty)
     monkeypatch.setattr(launcher, "_rooms", [])
     monkeypatch.setattr(repeat, "known", Kept(512))
     monkeypatch.setattr(operator, "_ready", Kept(256))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from tilewise.kernels.cuda import source
 from tilewise.kernels.cuda.rungs import SOURCES
 from tilewise.kernels.cuda.simulator import Order, SimulationError
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
+from tilewise.sharing import Kept
 from tilewise.spec import Partial, Tile
 from tilewise.validate import Call
 
@@ -274,7 +274,7 @@ def edited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]
             (name,) = [name for name, text in texts.items() if text.count(old) == 1] or pytest.fail(f"no more: {old}")
             texts[name] = texts[name].replace(old, new)
         monkeypatch.setattr(source, "_read", lambda folder, name: texts.get(name) or read(folder, name))
-        monkeypatch.setattr(source, "_sources", OrderedDict())
+        monkeypatch.setattr(source, "_sources", Kept(512))
 
     return edit
 

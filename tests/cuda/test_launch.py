@@ -20,7 +20,7 @@ from tilewise.dispatch import Unsupported
 
 torch = pytest.importorskip("torch")
 from tilewise.kernels.cuda import launcher  # noqa: E402
-from tilewise.pytorch import operator, repeat  # noqa: E402
+from tilewise.pytorch import graphs, operator, repeat  # noqa: E402
 
 pytestmark = needs_compiler
 
@@ -298,7 +298,7 @@ def test_captured_launches_share_no_count(fake_gpu: FakeGpu) -> None:
     for _ in range(3):
         tw.attention(*tensors)
     assert launcher._counts[-1].taken == 4
-    assert len(launcher._in_graphs) == 1
+    assert len(graphs.held) == 1
 
 
 def test_the_device_of_the_arrays_is_made_current(fake_gpu: FakeGpu) -> None:
@@ -350,10 +350,10 @@ def test_what_a_variant_made_stays_for_a_graph(kind: dict[str, Any], fake_gpu: F
     """Slopes that nobody else holds: a replay may read them at any time."""
     tensors, score = _inputs(0, **kind), tw.alibi(2)
     tw.attention(*tensors, score=score)
-    before = len(launcher._in_graphs)
+    before = len(graphs.held)
     tw.attention(*tensors, score=score)
-    assert len(launcher._in_graphs) == before
+    assert len(graphs.held) == before
     fake_gpu.capturing = True
     tw.attention(*tensors, score=score)
-    held = [x for x in launcher._in_graphs.values() if isinstance(x, repeat.Known)]
+    held = [x for x in graphs.held.values() if isinstance(x, repeat.Known)]
     assert [x.tolist() for x in held[0].operands if not isinstance(x, int)] == [[2**-4, 2**-8]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from tilewise.contract import ContractError, check_forward
 from tilewise.kernels.cuda import simulator, source
 from tilewise.kernels.cuda.simulator import Order, SimulationError
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
+from tilewise.sharing import Kept
 
 pytestmark = needs_compiler
 
@@ -192,7 +192,7 @@ def test_a_mistake_in_tiled_is_caught(mistake: str, monkeypatch: pytest.MonkeyPa
         return text.replace(old, new) if name == "tiled.cu" else text
 
     monkeypatch.setattr(source, "_read", with_mistake)
-    monkeypatch.setattr(source, "_sources", OrderedDict())
+    monkeypatch.setattr(source, "_sources", Kept(512))
     told = set()
     for order in Order:
         try:

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 from tilewise.kernels.triton import arguments  # noqa: E402 - only with both of them
+from tilewise.pytorch import graphs  # noqa: E402
 from tilewise.sharing import Kept  # noqa: E402
 
 SHAPE, TILE = Shape(1, 2, 2, 64, 64, 8, 8), Tile(16, 16)
@@ -32,9 +33,9 @@ class Device:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that is none: what is moved there stays where it is."""
     monkeypatch.setattr(arguments, "_plans", Kept(4))
-    monkeypatch.setattr(arguments, "_in_graphs", {})
+    monkeypatch.setattr(graphs, "held", {})
     device = Device()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+    monkeypatch.setattr(graphs, "is_capturing", lambda: device.capturing)
     monkeypatch.setattr(arguments.torch, "from_numpy", lambda x: SimpleNamespace(to=lambda device: x.copy()))
     return device
 
@@ -65,4 +66,4 @@ def test_a_graph_needs_a_plan_that_is_there_and_keeps_it(gpu: Device) -> None:
     made = _plan(gpu, tw.causal())
     gpu.capturing = True
     assert _plan(gpu, tw.causal()) is made
-    assert list(arguments._in_graphs.values()) == [made]
+    assert list(graphs.held.values()) == [made]

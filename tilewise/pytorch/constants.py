@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tilewise import arrays
+from tilewise.pytorch import graphs
 from tilewise.sharing import Lock
 
 _MOST = 64
 _made: dict[tuple[int, str], tuple[Any, Any]] = {}
-_in_graphs: dict[tuple[int, str], tuple[Any, Any]] = {}
 _lock = Lock()
 
 
@@ -24,6 +22,6 @@ def constant_on(x: Any, device: Any) -> Any:
             if len(_made) >= _MOST:
                 _made.clear()
             _made[key] = found
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        _in_graphs[key] = found  # a replay may read it at any time
+    if graphs.is_capturing():
+        graphs.hold(found)
     return found[1]

@@ -9,52 +9,28 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from tilewise.kernels.cuda import compiler, gpu, marshal, structs
 from tilewise.kernels.cuda.gpu import LaunchError
 from tilewise.kernels.cuda.marshal import Tables
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.source import ENTRY, Source
-from tilewise.sharing import Lock
+from tilewise.pytorch import graphs
+from tilewise.sharing import Kept, Lock
 from tilewise.spec import Attention, Shape, Tile
 
-T = TypeVar("T")
-
 _MOST_KERNELS, _MOST_TABLES = 512, 256
-_FIRST_IN_GRAPH = (
-    "a CUDA graph is captured around a call that was never made before; make it once first, "
-    "so that its kernel is compiled and its plan is on the GPU"
-)
 
 _logger = logging.getLogger("tilewise")
-_in_graphs: dict[int, Any] = {}  # what a captured graph may use at any time
 _lock = Lock()
 
 
-def hold_for_graphs(used: Any) -> None:
-    _in_graphs[id(used)] = used
-
-
-def _kept(cache: OrderedDict[Any, T], key: Any) -> T | None:
-    """What is there already, as the one used last."""
-    with _lock:
-        found = cache.pop(key, None)
-        if found is not None:
-            cache[key] = found
-    if found is None and gpu.is_capturing():
-        raise LaunchError(_FIRST_IN_GRAPH)
-    return found
-
-
-def _keep(cache: OrderedDict[Any, T], key: Any, made: T, most: int) -> T:
-    with _lock:
-        cache[key] = made
-        if len(cache) > most:
-            cache.popitem(last=False)
-    return made
+def _not_in_a_graph() -> None:
+    """What is made now is compiled, or copied to the GPU: nothing that a graph could repeat."""
+    if gpu.is_capturing():
+        raise LaunchError(graphs.FIRST)
 
 
 # -- kernels ----------------------------------------------------------------------------------------------------------
@@ -69,15 +45,13 @@ class Loaded:
     allowed: set[int] = field(default_factory=set)  # the devices on which it may have its shared memory
 
 
-_kernels: OrderedDict[tuple[str, str], Loaded] = OrderedDict()
+_kernels: Kept[Loaded] = Kept(_MOST_KERNELS)
 
 
 def loaded(source: Source, device: int) -> Loaded:
     """The kernel of a source, for launches on a device."""
     arch = compiler.architecture(gpu.capability(device))
-    found = _kept(_kernels, (source.text, arch))
-    if found is None:
-        found = _keep(_kernels, (source.text, arch), _load(source, arch), _MOST_KERNELS)
+    found = _kernels.found((source.text, arch), lambda: _load(source, arch))
     if device not in found.allowed:
         gpu.allow_shared(found.function, source.shared_bytes, device)
         found.allowed.add(device)
@@ -85,6 +59,7 @@ def loaded(source: Source, device: int) -> Loaded:
 
 
 def _load(source: Source, arch: str) -> Loaded:
+    _not_in_a_graph()
     shipped = compiler.prebuilt(source, arch)
     if shipped is not None:
         try:
@@ -168,7 +143,7 @@ def count_on(device: int, stream: int, capturing: bool) -> int:
     with _lock:
         if device not in _counts:
             if capturing:
-                raise LaunchError(_FIRST_IN_GRAPH)
+                raise LaunchError(graphs.FIRST)
             _counts[device] = _Counts(gpu.zeros(_ROOM, device))
         counts = _counts[device]
         if capturing:
@@ -180,7 +155,7 @@ def count_on(device: int, stream: int, capturing: bool) -> int:
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 
-_tables: OrderedDict[tuple[Any, ...], tuple[Tables, Any, Any]] = OrderedDict()
+_tables: Kept[tuple[Tables, Any, Any]] = Kept(_MOST_TABLES)
 
 
 def tables_on(device: int, spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> tuple[Tables, Any]:
@@ -189,10 +164,11 @@ def tables_on(device: int, spec: Attention, shape: Shape, tile: Tile, rung: Rung
     expressions = tuple(expr.key for expr in spec.expressions)
     constants = [slot.array for slot in spec.loaded if slot.constant]
     key = (device, shape, tile, rung.name, lengths, expressions, *map(id, constants))
-    found = _kept(_tables, key)
-    if found is None:
+
+    def make() -> tuple[Tables, Any, Any]:
+        _not_in_a_graph()
         made = marshal.tables(spec, shape, tile, rung)
-        # The constants stay with it, so that no other array gets their id.
-        found = _keep(_tables, key, (made, gpu.moved(made.numbers, device), constants), _MOST_TABLES)
-    tables, numbers, _ = found
+        return made, gpu.moved(made.numbers, device), constants  # which stay, so that no other array gets their id
+
+    tables, numbers, _ = _tables.found(key, make)
     return tables, numbers

@@ -13,6 +13,7 @@ from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.rungs import REFINE, Rung
 from tilewise.kernels.cuda.source import Source, assembled
+from tilewise.pytorch import graphs
 from tilewise.spec import Attention, Shape, Tile
 
 _WORD = 8  # bytes
@@ -77,11 +78,11 @@ class Prepared:
     def hold_in_graphs(self, used: Any) -> None:
         """What a launch that a graph captured just now reads."""
         if gpu.is_capturing():
-            launcher.hold_for_graphs(used)
+            graphs.hold(used)
 
     def _hold(self, stream: int, capturing: bool) -> None:
         if capturing:
-            launcher.hold_for_graphs(self)
+            graphs.hold(self)
         elif stream not in self._streams:
             gpu.hold_until_done(self._tables, self._device)
             self._streams.add(stream)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tilewise import arrays
 from tilewise.expr import Loaded
@@ -16,7 +14,7 @@ from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.ops import STORED, Variant, variant
 from tilewise.kernels.cuda.rungs import SOURCES, Compiled
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table, layout
-from tilewise.sharing import Lock
+from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads
 
@@ -55,20 +53,15 @@ def assembled(
         *(layout(slot.array) for slot in slots),
         *(None if e is None else (e.key, *(number[id(x.array)] for x in loads(e))) for e in (spec.score, spec.mask)),
     )  # fmt: skip
-    with _lock:
-        found = _sources.pop(key, None)
-        if found is None:
-            made = variant(spec.mask, spec.score)
-            found = source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables)
-        _sources[key] = found
-        if len(_sources) > _MOST_SOURCES:
-            _sources.popitem(last=False)
-    return found, slots
+
+    def make() -> Source:
+        made = variant(spec.mask, spec.score)
+        return source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables)
+
+    return _sources.found(key, make), slots
 
 
-_sources: OrderedDict[tuple[Any, ...], Source] = OrderedDict()
-_lock = Lock()
-_MOST_SOURCES = 512
+_sources: Kept[Source] = Kept(512)
 
 
 def source(

@@ -12,15 +12,12 @@ import triton.language as tl
 from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
+from tilewise.kernels.triton.fitting import power_of_2
 from tilewise.kernels.triton.tables import FIELDS, tables
+from tilewise.pytorch import graphs
 from tilewise.pytorch.constants import constant_on
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape, Tile
-
-_FIRST_IN_GRAPH = (
-    "a CUDA graph is captured around a call that was never made before; make it once first, "
-    "so that its kernels are compiled and its plan is on the GPU"
-)
 
 
 def planned(spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool = False) -> tuple[Any, ...]:
@@ -42,7 +39,6 @@ class _Plan:
 
 
 _plans = Kept[_Plan](256)
-_in_graphs: dict[int, _Plan] = {}
 
 
 def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> _Plan:
@@ -52,19 +48,19 @@ def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: boo
 
     def make() -> _Plan:
         if capturing:
-            raise RuntimeError(_FIRST_IN_GRAPH)
+            raise RuntimeError(graphs.FIRST)
         made = tables(spec, shape, tile, by_key)
         records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
         return _Plan(records, runs, made.steps, made.tiles, constants)
 
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = graphs.is_capturing()
     if not is_lasting:
         return make()
     lengths = () if spec.lengths is None else (spec.lengths.q.tobytes(), spec.lengths.k.tobytes())
     expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
     found = _plans.found((device, shape, tile, by_key, lengths, expressions, *map(id, constants)), make)
     if capturing:
-        _in_graphs[id(found)] = found  # a replay may read it at any time
+        graphs.hold(found)
     return found
 
 
@@ -108,8 +104,3 @@ def sizes(shape: Shape, tile: Tile) -> dict[str, Any]:
         "DOT": tl.float32 if is_wide else getattr(tl, shape.dtype),
         "PRECISION": "ieee" if shape.dtype == "float32" else "tf32",
     }  # fmt: skip
-
-
-def power_of_2(n: int) -> int:
-    """As wide as tensor cores take a matrix, at least."""
-    return max(16, 1 << (n - 1).bit_length())

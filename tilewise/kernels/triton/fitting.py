@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilewise.kernels.triton.tuning import Choice
 
 HOPPER = 227 << 10  # bytes
-_LEAST = 16
+LEAST = 16  # rows or columns, as tensor cores take a matrix
 _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4}
 _CELL = {
     "bool": 1,
@@ -55,18 +55,18 @@ def shared_bytes(choice: Choice, spec: Attention, shape: Shape, held: Held) -> i
     for every score; in float32 also scores on their way from one layout to another."""
     tile, width = choice.tile, _WIDTH[shape.dtype]
     stays, passes = (tile.q, tile.k) if held.by == "q" else (tile.k, tile.q)
-    both = (_up(shape.d) + _up(shape.d_v)) * width
+    both = (power_of_2(shape.d) + power_of_2(shape.d_v)) * width
     stage = passes * both + tile.q * tile.k * _cells(spec)
     moved = tile.q * tile.k * width if width == 4 else 0
     stages = held.loops * choice.stages if choice.stages > 1 else 1  # a single one is no loop's own
-    return stays * (both if held.both else _up(shape.d) * width) + stages * stage + moved
+    return stays * (both if held.both else power_of_2(shape.d) * width) + stages * stage + moved
 
 
 def _smaller(choice: Choice, held: Held) -> Choice | None:
     if choice.stages > 2:
         return replace(choice, stages=choice.stages - 1)
     q, k = choice.tile.q, choice.tile.k
-    if max(q, k) == _LEAST:
+    if max(q, k) == LEAST:
         return replace(choice, stages=1) if choice.stages > 1 else None
     halves_q = q > k if q != k else held.by == "k"  # of two that are the same, the tile that passes by
     return replace(choice, tile=Tile(q // 2, k) if halves_q else Tile(q, k // 2), warps=4)
@@ -86,8 +86,9 @@ def _of_pairs(node: Expr) -> bool:
     return bool(used & _QUERIES) and bool(used & _KEYS)
 
 
-def _up(n: int) -> int:
-    return max(_LEAST, 1 << (n - 1).bit_length())
+def power_of_2(n: int) -> int:
+    """As wide as tensor cores take a matrix, at least."""
+    return max(LEAST, 1 << (n - 1).bit_length())
 
 
 @cache

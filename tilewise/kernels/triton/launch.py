@@ -16,11 +16,11 @@ from tilewise.kernels.triton.arguments import (
     functions,
     loaded_by,
     planned,
-    power_of_2,
     sizes,
     steps_of,
     tensor,
 )
+from tilewise.kernels.triton.fitting import LEAST, power_of_2
 from tilewise.kernels.triton.launch_gradients import of_arrays
 from tilewise.kernels.triton.source import backward as backward_kernels
 from tilewise.kernels.triton.source import basic as basic_kernel
@@ -89,7 +89,7 @@ def backward(
 def _delta(out: Any, d_out: Any, d_lse: Any) -> Any:
     batch, heads, n, d_v = out.shape
     delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
-    rows = max(16, min(64, _DELTAS // power_of_2(d_v)))
+    rows = max(LEAST, min(64, _DELTAS // power_of_2(d_v)))
     grid = (-(-n // rows), heads, batch)
     if 0 not in grid:
         given = out, d_out, delta if d_lse is None else d_lse, delta

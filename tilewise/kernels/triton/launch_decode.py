@@ -12,7 +12,8 @@ from tilewise.arrays import Array
 from tilewise.cache import Cache
 from tilewise.cache.base import on_device
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import loaded_by, power_of_2, sizes, steps_of, tensor
+from tilewise.kernels.triton.arguments import loaded_by, sizes, steps_of, tensor
+from tilewise.kernels.triton.fitting import power_of_2
 from tilewise.kernels.triton.reach import reach
 from tilewise.kernels.triton.source import decode as decode_kernels
 from tilewise.kernels.triton.source import pages as pages_kernels

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from tilewise.kernels.triton.arguments import power_of_2
+from tilewise.kernels.triton.fitting import power_of_2
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.kernels.triton.source import projection as kernels
 from tilewise.kernels.triton.turning import as_argument

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from triton.compiler import CompilationError
+from triton.runtime.errors import OutOfResources
 
 from tilewise import validate
 from tilewise.kernels.triton import launch, tuning
 from tilewise.kernels.triton.fitting import shared_memory
 from tilewise.kernels.triton.tuning import Choice, Pass
-from tilewise.spec import Partial, Shape, Tile
+from tilewise.spec import Partial, Tile
 from tilewise.validate import Call
+
+_logger = logging.getLogger("tilewise")
 
 PASSES = (Pass.FORWARD, Pass.D_QUERY, Pass.D_KEYS)
 _TOKENS, _NUMBERS, _LENGTH = 8192, 2048, 4096
@@ -44,12 +49,12 @@ def candidates(kind: Pass, call: Call) -> Iterator[Choice]:
 
 
 def milliseconds(kind: Pass, choice: Choice, calls: list[Call]) -> float:
-    """The geometric mean over calls; infinite if the choice cannot be compiled or launched."""
+    """The geometric mean over calls; infinite if Triton cannot compile the choice, or the GPU has no room for it."""
     try:
         with tuning.trying(kind, choice):
             return math.exp(statistics.fmean(math.log(_time(_run(kind, call))) for call in calls))
-    except Exception:  # Triton's compiler and the driver have many ways to refuse; the next one may do
-        torch.cuda.synchronize()
+    except (OutOfResources, CompilationError, RuntimeError) as error:  # the last: what its passes raise
+        _logger.info("%s, %s is left out: %s", kind.value, choice, error)
         return math.inf
 
 
@@ -79,4 +84,4 @@ def _once(run: Callable[[], Any], calls: int) -> float:
 
 def default(kind: Pass, call: Call) -> Choice:
     """What is taken now."""
-    return tuning.chosen(kind, call.spec, Shape.of(call.spec, call.q, call.k, call.v))
+    return tuning.chosen(kind, call.spec, call.shape)

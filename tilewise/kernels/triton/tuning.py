@@ -11,11 +11,9 @@ from functools import cache
 from typing import Any
 
 from tilewise.kernels.triton import tuned
-from tilewise.kernels.triton.fitting import Held, fitted, shared_bytes, shared_memory
+from tilewise.kernels.triton.fitting import LEAST, Held, fitted, power_of_2, shared_bytes, shared_memory
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.spec import Attention, Shape, Tile
-
-_LEAST = 16  # queries or keys of a tile, as tensor cores take them
 
 
 class Pass(Enum):
@@ -143,7 +141,7 @@ def trying(kind: Pass, choice: Choice) -> Iterator[None]:
 
 def _at_most(wanted: int, most: int) -> int:
     """A power of 2."""
-    return max(_LEAST, min(most, 1 << (wanted.bit_length() - 1)))
+    return max(LEAST, min(most, 1 << (wanted.bit_length() - 1)))
 
 
 # -- decoding ---------------------------------------------------------------------------------------------------------
@@ -155,7 +153,7 @@ _NEARLY = 0.95
 
 def fitting_rows(choice: Choice, shape: Shape) -> Choice:
     """With rows for the queries of all heads that share a key head, as long as they fit."""
-    rows = max(_LEAST, 1 << (shape.group * shape.n_q - 1).bit_length())
+    rows = power_of_2(shape.group * shape.n_q)
     return replace(choice, tile=replace(choice.tile, q=min(choice.tile.q, rows)))
 
 
