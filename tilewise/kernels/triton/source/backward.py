@@ -7,7 +7,7 @@ delta = sum(d_out * out) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_s
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.source.rope import load_keys, load_queries, store_d_keys, store_d_queries
+from tilewise.kernels.triton.source.rope import KEYS, QUERIES, load_head, store_d_head
 from tilewise.kernels.triton.source.tiles import (
     FULL,
     LOG2_E,
@@ -82,6 +82,29 @@ def saved_of(lse, delta, steps, b, h, begin, query, n_q):
 
 
 @triton.jit
+def load_queries(
+    rows, b, h, begin, query, n_q, turns, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """q, d_out and what forward saved, of some rows. rows: q, d_out, lse and delta, and their steps."""
+    q, d_out, lse, delta, q_steps, d_out_steps, row_steps = rows
+    q_tile = load_head(q, q_steps, b, h, begin, query, n_q, turns, QUERIES, D, DEPTH, PAIRS, INTERLEAVED)
+    d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
+    return q_tile, d_out_tile, saved_of(lse, delta, row_steps, b, h, begin, query, n_q)
+
+
+@triton.jit
+def load_keys(
+    columns, b, hk, begin, key, n_k, turns, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """k and v of some rows. columns: k and v, and their steps."""
+    k, v, k_steps, v_steps = columns
+    k_tile = load_head(k, k_steps, b, hk, begin, key, n_k, turns, KEYS, D, DEPTH, PAIRS, INTERLEAVED)
+    return k_tile, load_rows(matrix(v, v_steps, b, hk, begin), v_steps[2], key, n_k, D_V, COLUMNS)
+
+
+@triton.jit
 def d_query(
     q, k, v, d_out, lse, delta, d_q, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_q_steps,
     records, record_steps, runs, loaded, group, scale, turns,
@@ -92,20 +115,22 @@ def d_query(
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
-    v = matrix(v, v_steps, b, h // group, k_begin)
+    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
     # 1 load q, d_out, lse, delta
     query = first + tl.arange(0, TILE_Q)
-    q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
-    d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-    shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+    q_tile, d_out_tile, saved = load_queries(
+        rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+    )
+    shift, rest, row_delta = saved
     acc = tl.zeros([TILE_Q, DEPTH], tl.float32)
     # for each kv tile of the schedule:
     for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
-            k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
-            v_tile = load_rows(v, v_steps[2], key, n_k, D_V, COLUMNS)
+            k_tile, v_tile = load_keys(
+                columns, b, h // group, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            )
             # 2 s = q @ k.T
             product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
             d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
@@ -116,7 +141,7 @@ def d_query(
             d_s = passed_on(d_score, SLOPE, product, query[:, None], key[None, :], place, loaded, scale)
             # 6 d_q += d_s @ k
             acc = tl.dot(narrow(d_s, k_tile.dtype).to(DOT), k_tile.to(DOT), acc, input_precision=PRECISION)
-    store_d_queries(d_q, d_q_steps, b, h, q_begin, query, n_q, acc * scale, turns, D, DEPTH, PAIRS, INTERLEAVED)
+    store_d_head(d_q, d_q_steps, b, h, q_begin, query, n_q, acc * scale, turns, QUERIES, D, DEPTH, PAIRS, INTERLEAVED)
 
 
 @triton.jit
@@ -132,8 +157,9 @@ def d_keys(
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, hk * group, group)
     # 1 load k, v
     key = first + tl.arange(0, TILE_K)
-    k_tile = load_keys(k, k_steps, b, hk, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
-    v_tile = load_rows(matrix(v, v_steps, b, hk, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
+    k_tile, v_tile = load_keys(
+        (k, v, k_steps, v_steps), b, hk, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+    )
     acc_k = tl.zeros([TILE_K, DEPTH], tl.float32)
     acc_v = tl.zeros([TILE_K, COLUMNS], tl.float32)
     for h in range(hk * group, (hk + 1) * group):
@@ -141,7 +167,7 @@ def d_keys(
         # for each q tile of the schedule:
         for run in range(first_run, last_run):
             first_tile, last_tile = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)
-            rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, b, h, q_begin
+            rows = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), b, h, q_begin
             if tl.load(runs + run * 3 + 2) == PARTIAL:
                 acc_k, acc_v = visit_queries(
                     acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, PARTIAL, rows, n_q, n_k, place, loaded,
@@ -154,7 +180,7 @@ def d_keys(
                     scale, turns, RAW, SCORE, MASK, SLOPE, TILE_Q, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
                     INTERLEAVED,
                 )  # fmt: skip
-    store_d_keys(d_k, d_k_steps, b, hk, k_begin, key, n_k, acc_k * scale, turns, D, DEPTH, PAIRS, INTERLEAVED)
+    store_d_head(d_k, d_k_steps, b, hk, k_begin, key, n_k, acc_k * scale, turns, KEYS, D, DEPTH, PAIRS, INTERLEAVED)
     store_rows(matrix(d_v, d_v_steps, b, hk, k_begin), d_v_steps[2], key, n_k, acc_v, D_V, COLUMNS)
 
 
@@ -166,12 +192,13 @@ def visit_queries(
     DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """A run of query tiles, all of one kind, as in forward."""
-    q, d_out, lse, delta, q_steps, d_out_steps, row_steps, b, h, q_begin = rows
+    rows, b, h, q_begin = rows
     for tile in range(first_tile, last_tile):
         query = tile * TILE_Q + tl.arange(0, TILE_Q)
-        q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
-        d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-        shift, rest, row_delta = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+        q_tile, d_out_tile, saved = load_queries(
+            rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        )
+        shift, rest, row_delta = saved
         # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
         product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
         d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)

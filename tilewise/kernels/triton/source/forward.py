@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.source.rope import load_keys, load_queries
+from tilewise.kernels.triton.source.rope import KEYS, QUERIES, load_head
 from tilewise.kernels.triton.source.tiles import (
     FULL,
     PARTIAL,
@@ -34,7 +34,7 @@ def forward(
 
     # 1 load q
     query = first + tl.arange(0, TILE_Q)
-    q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
+    q_tile = load_head(q, q_steps, b, h, q_begin, query, n_q, turns, QUERIES, D, DEPTH, PAIRS, INTERLEAVED)
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
@@ -79,7 +79,7 @@ def visit(
     for tile in range(first_tile, last_tile):
         key = tile * TILE_K + tl.arange(0, TILE_K)
         # 2 s = q @ k.T
-        k_tile = load_keys(k, k_steps, b, hk, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
+        k_tile = load_head(k, k_steps, b, hk, k_begin, key, n_k, turns, KEYS, D, DEPTH, PAIRS, INTERLEAVED)
         s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
         # 3 score
         # 4 mask (PARTIAL tiles only)

@@ -7,9 +7,8 @@ pairs of one distance (relative tables). Each sum has one program, so its order 
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.source.backward import passed_on, saved_of, weights
-from tilewise.kernels.triton.source.rope import load_keys, load_queries
-from tilewise.kernels.triton.source.tiles import N_K, N_Q, PARTIAL, load_rows, matrix, place_of, tile_of
+from tilewise.kernels.triton.source.backward import load_keys, load_queries, passed_on, weights
+from tilewise.kernels.triton.source.tiles import N_K, N_Q, PARTIAL, matrix, place_of, tile_of
 
 
 @triton.jit
@@ -41,17 +40,19 @@ def of_rows(
     """Sums over keys: (batch, heads, n_q)."""
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
+    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
     query = first + tl.arange(0, TILE_Q)
-    q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
-    d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-    saved = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+    q_tile, d_out_tile, saved = load_queries(
+        rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+    )
     total = tl.zeros([TILE_Q], tl.float32)
     for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
-            k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
-            v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
+            k_tile, v_tile = load_keys(
+                columns, b, h // group, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            )
             part = part_of(
                 q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded,
                 scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
@@ -72,17 +73,19 @@ def of_columns(
     """Sums over queries: (batch, heads, n_k)."""
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
+    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
     key = first + tl.arange(0, TILE_K)
-    k_tile = load_keys(k, k_steps, b, h // group, k_begin, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
-    v_tile = load_rows(matrix(v, v_steps, b, h // group, k_begin), v_steps[2], key, n_k, D_V, COLUMNS)
+    k_tile, v_tile = load_keys(
+        columns, b, h // group, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+    )
     total = tl.zeros([TILE_K], tl.float32)
     for run in range(first_run, last_run):
         kind = tl.load(runs + run * 3 + 2)
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             query = tile * TILE_Q + tl.arange(0, TILE_Q)
-            q_tile = load_queries(q, q_steps, b, h, q_begin, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
-            d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-            saved = saved_of(lse, delta, row_steps, b, h, q_begin, query, n_q)
+            q_tile, d_out_tile, saved = load_queries(
+                rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            )
             part = part_of(
                 q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded,
                 scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
@@ -103,17 +106,19 @@ def of_pairs(
     """A tile of a (batch or 1, heads or 1, n_q, n_k) gradient, summed over the batch indices or heads that share it."""
     first_b, first_h = tl.program_id(1) // kept_heads, tl.program_id(1) % kept_heads
     n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
     query = tl.program_id(0) // key_tiles * TILE_Q + tl.arange(0, TILE_Q)
     key = tl.program_id(0) % key_tiles * TILE_K + tl.arange(0, TILE_K)
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for shared in range(summed_batch * summed_heads):
         b, h = first_b + shared // summed_heads, first_h + shared % summed_heads
         place = place_of(record, b, h, group)
-        q_tile = load_queries(q, q_steps, b, h, 0, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
-        d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
-        k_tile = load_keys(k, k_steps, b, h // group, 0, key, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
-        v_tile = load_rows(matrix(v, v_steps, b, h // group, 0), v_steps[2], key, n_k, D_V, COLUMNS)
-        saved = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
+        q_tile, d_out_tile, saved = load_queries(
+            rows, b, h, 0, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        )
+        k_tile, v_tile = load_keys(
+            columns, b, h // group, 0, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        )
         total += part_of(
             q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
             RAW, SCORE, MASK, PART, DOT, PRECISION,
@@ -136,6 +141,7 @@ def of_distances(
     """
     h, b = tl.program_id(1), tl.program_id(2)
     n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
     place = place_of(record, b, h, group)
     first = least + tl.program_id(0) * TILE  # the least distance of this program
     total = tl.zeros([TILE], tl.float32)
@@ -146,12 +152,13 @@ def of_distances(
     for tile in range(begin, tl.maximum(end + TILE - 1, 0) // TILE):
         query = tile * TILE + row
         key = tile * TILE - first - (TILE - 1) + across
-        q_tile = load_queries(q, q_steps, b, h, 0, query, n_q, turns, D, DEPTH, PAIRS, INTERLEAVED)
-        d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, 0), d_out_steps[2], query, n_q, D_V, COLUMNS)
+        q_tile, d_out_tile, saved = load_queries(
+            rows, b, h, 0, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        )
         key_row = tl.where(key < 0, n_k, key)  # a row that is not there, before the first as behind the last
-        k_tile = load_keys(k, k_steps, b, h // group, 0, key_row, n_k, turns, D, DEPTH, PAIRS, INTERLEAVED)
-        v_tile = load_rows(matrix(v, v_steps, b, h // group, 0), v_steps[2], key_row, n_k, D_V, COLUMNS)
-        saved = saved_of(lse, delta, row_steps, b, h, 0, query, n_q)
+        k_tile, v_tile = load_keys(
+            columns, b, h // group, 0, key_row, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        )
         part = part_of(
             q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
             RAW, SCORE, MASK, PART, DOT, PRECISION,

@@ -9,57 +9,35 @@ import triton.language as tl
 
 from tilewise.kernels.triton.source.tiles import load_rows, matrix, narrow, store_rows
 
+QUERIES: tl.constexpr = tl.constexpr(0)  # whose turns they are
+KEYS: tl.constexpr = tl.constexpr(1)
+
 
 @triton.jit
-def load_queries(
-    q, steps, b, h, begin, row, n, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+def load_head(
+    x, steps, b, h, begin, row, n, turns, SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a head, turned if there are pairs to turn. begin: where its sequence begins."""
-    rows = matrix(q, steps, b, h, begin)
+    """Rows of a head of q or k, turned if there are pairs to turn. begin: where its sequence begins."""
+    rows = matrix(x, steps, b, h, begin)
     if PAIRS == 0:
         tile = load_rows(rows, steps[2], row, n, WIDTH, PADDED)
     else:
-        tile = load_turned(rows, steps[2], row, n, turns[0], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+        tile = load_turned(rows, steps[2], row, n, turns[SIDE], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
     return tile
 
 
 @triton.jit
-def load_keys(
-    k, steps, b, h, begin, row, n, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+def store_d_head(
+    x, steps, b, h, begin, row, n, values, turns, SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    rows = matrix(k, steps, b, h, begin)
-    if PAIRS == 0:
-        tile = load_rows(rows, steps[2], row, n, WIDTH, PADDED)
-    else:
-        tile = load_turned(rows, steps[2], row, n, turns[1], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
-    return tile
-
-
-@triton.jit
-def store_d_queries(
-    d_q, steps, b, h, begin, row, n, values, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """Gradients of what load_queries gave, as those of q."""
-    rows = matrix(d_q, steps, b, h, begin)
+    """Gradients of what load_head gave, as those of q or k."""
+    rows = matrix(x, steps, b, h, begin)
     if PAIRS == 0:
         store_rows(rows, steps[2], row, n, values, WIDTH, PADDED)
     else:
-        store_turned_back(rows, steps[2], row, n, values, turns[0], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
-
-
-@triton.jit
-def store_d_keys(
-    d_k, steps, b, h, begin, row, n, values, turns, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    rows = matrix(d_k, steps, b, h, begin)
-    if PAIRS == 0:
-        store_rows(rows, steps[2], row, n, values, WIDTH, PADDED)
-    else:
-        store_turned_back(rows, steps[2], row, n, values, turns[1], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
+        store_turned_back(rows, steps[2], row, n, values, turns[SIDE], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
 
 
 @triton.jit
