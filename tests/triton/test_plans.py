@@ -32,7 +32,7 @@ class Device:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that is none: what is moved there stays where it is."""
-    monkeypatch.setattr(arguments, "_plans", Kept(4))
+    monkeypatch.setattr(arguments, "_on_devices", Kept(4))
     monkeypatch.setattr(graphs, "held", {})
     device = Device()
     monkeypatch.setattr(graphs, "is_capturing", lambda: device.capturing)
@@ -66,4 +66,4 @@ def test_a_graph_needs_a_plan_that_is_there_and_keeps_it(gpu: Device) -> None:
     made = _plan(gpu, tw.causal())
     gpu.capturing = True
     assert _plan(gpu, tw.causal()) is made
-    assert list(graphs.held.values()) == [made]
+    assert [plan for plan, _ in graphs.held.values()] == [made]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
@@ -13,11 +14,13 @@ from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.fitting import power_of_2
-from tilewise.kernels.triton.tables import FIELDS, tables
+from tilewise.kernels.triton.tables import tables
 from tilewise.pytorch import graphs
 from tilewise.pytorch.constants import constant_on
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape, Tile
+
+T = TypeVar("T")
 
 
 def planned(spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool = False) -> tuple[Any, ...]:
@@ -35,39 +38,50 @@ class _Plan:
     runs: Any
     steps: tuple[int, int]
     tiles: int
-    constants: list[Any]  # what it was made from stays with it, so that no other array gets their id
 
 
-_plans = Kept[_Plan](256)
+_on_devices = Kept[tuple[Any, list[Any]]](256)
+
+
+def kept_on(device: Any, key: tuple[Any, ...], slots: Sequence[Loaded], make: Callable[[], T]) -> T:
+    """What `make` brings to a device, once: it follows from the key and from what variants made themselves.
+
+    slots: the arrays that it looks at. Those of callers may change, and so it is made anew.
+    """
+    capturing = graphs.is_capturing()
+
+    def made() -> tuple[T, list[Any]]:
+        if capturing:
+            raise RuntimeError(graphs.FIRST)
+        return make(), constants
+
+    constants = [slot.array for slot in slots]  # kept as well, so that no other array gets their id
+    if not all(slot.constant for slot in slots):
+        return made()[0]
+    found = _on_devices.found((device, key, *map(id, constants)), made)
+    if capturing:
+        graphs.hold(found)
+    return found[0]
 
 
 def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> _Plan:
-    """Kept, as it follows from shapes and the variant; unless it looks at arrays in main memory, which may change."""
-    constants = [slot.array for slot in spec.loaded if slot.constant]
-    is_lasting = all(slot.constant or arrays.device_name(slot.array) != "cpu" for slot in spec.loaded)
+    """It looks at arrays in main memory alone."""
 
     def make() -> _Plan:
-        if capturing:
-            raise RuntimeError(graphs.FIRST)
         made = tables(spec, shape, tile, by_key)
         records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
-        return _Plan(records, runs, made.steps, made.tiles, constants)
+        return _Plan(records, runs, made.steps, made.tiles)
 
-    capturing = graphs.is_capturing()
-    if not is_lasting:
-        return make()
     lengths = () if spec.lengths is None else (spec.lengths.q.tobytes(), spec.lengths.k.tobytes())
     expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
-    found = _plans.found((device, shape, tile, by_key, lengths, expressions, *map(id, constants)), make)
-    if capturing:
-        graphs.hold(found)
-    return found
+    looked_at = [slot for slot in spec.loaded if slot.constant or arrays.device_name(slot.array) == "cpu"]
+    return kept_on(device, ("plan", shape, tile, by_key, lengths, expressions), looked_at, make)
 
 
-def records_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
+def record_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
     """A record that tells of the whole call, which is one sequence, and the variant's arrays."""
-    made = tables(Attention(spec.scale, positions=spec.positions), shape, Tile(max(shape.n_q, 1), max(shape.n_k, 1)))
-    return torch.from_numpy(made.records.reshape(-1)[:FIELDS].copy()).to(q.device), loaded_by(spec, q)
+    whole = Attention(spec.scale, positions=spec.positions), shape, Tile(max(shape.n_q, 1), max(shape.n_k, 1))
+    return _plan_on(q.device, *whole, by_key=False).records, loaded_by(spec, q)
 
 
 def loaded_by(spec: Attention, q: Any) -> tuple[Any, Any, Any]:

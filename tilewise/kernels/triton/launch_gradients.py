@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
+from tilewise.expr import Expr
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import functions, planned, records_of, sizes, steps_of, tensor
-from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, reads
+from tilewise.kernels.triton.arguments import functions, kept_on, planned, record_of, sizes, steps_of, tensor
+from tilewise.kernels.triton.reads import Read, Sharing, distances_of_cells, reads
 from tilewise.kernels.triton.source import gradients
 from tilewise.kernels.triton.tuning import Choice, distances
 from tilewise.spec import Attention, Shape
+from tilewise.walking import loads
 
 
 def of_arrays(
@@ -42,13 +43,12 @@ class _Sum:
     def gradient(self) -> Any:
         if self.read.sharing is Sharing.PAIRS:
             return self._pairs()
-        sums, along = {
-            Sharing.ROWS: self._rows, Sharing.COLUMNS: self._columns, Sharing.DISTANCES: self._distances,
-        }[self.read.sharing]()  # fmt: skip
-        return self._as_indexed(sums.double(), along)
+        if self.read.sharing is Sharing.DISTANCES:
+            return self._distances()
+        return self._as_indexed((self._rows() if self.read.sharing is Sharing.ROWS else self._columns()).double())
 
     # -- kernels ------------------------------------------------------------------------------------------------------
-    def _rows(self) -> tuple[Any, Any]:
+    def _rows(self) -> Any:
         s = self.shape
         sums = self._zeros(s.n_q)
         grid, *rest = planned(self.spec, s, self.tile, self.given[0])
@@ -57,9 +57,9 @@ class _Sum:
                 *self.given, sums, *self.steps, *rest, s.group, self.spec.scale,
                 **self.functions, **self.options, **sizes(s, self.tile),
             )  # fmt: skip
-        return sums, None
+        return sums
 
-    def _columns(self) -> tuple[Any, Any]:
+    def _columns(self) -> Any:
         s = self.shape
         sums = self._zeros(s.n_k)
         (tiles, _, batch), *rest = planned(self.spec, s, self.tile, self.given[0], by_key=True)
@@ -68,23 +68,37 @@ class _Sum:
                 *self.given, sums, *self.steps, steps_of(sums), *rest, s.group, self.spec.scale,
                 **self.functions, **self.options, **sizes(s, self.tile),
             )  # fmt: skip
-        return sums, None
+        return sums
 
-    def _distances(self) -> tuple[Any, Any]:
+    def _distances(self) -> Any:
         s = self.shape
         least, count = 1 - s.n_k, max(s.n_q + s.n_k - 1, 0)
         sums = self._zeros(count)
         grid = -(-count // distances()), s.heads, s.batch
         if 0 not in (*grid, s.n_q, s.n_k):
-            record, loaded = records_of(self.spec, s, self.given[0])
+            record, loaded = record_of(self.spec, s, self.given[0])
             told = {name: x for name, x in sizes(s, self.tile).items() if not name.startswith("TILE")}
             gradients.of_distances[grid](
                 *self.given, sums, *self.steps, steps_of(sums), record, loaded, s.group, self.spec.scale, least=least,
                 count=count, **self.functions, **self.options, TILE=distances(), **told,
             )  # fmt: skip
         axis, index = next((i, x) for i, x in enumerate(self.read.node.args) if x.op not in ("const", "var"))
-        size = self.read.array.shape[axis]
-        return sums, (axis, cells_of_distances(index, s, size, least, count), size)
+        return self._as_indexed(self._cells(sums, index, self.read.array.shape[axis], least), axis)
+
+    def _cells(self, sums: Any, index: Expr, size: int, least: int) -> Any:
+        """The sums of distances as those of the cells that they read: (batch, heads, size)."""
+        s, count = self.shape, sums.shape[2]
+
+        def make() -> tuple[Any, ...]:
+            found = distances_of_cells(index, s, size, least, count)
+            return tuple(torch.from_numpy(x).to(self.device) for x in found)
+
+        order, begins = kept_on(self.device, ("cells", index.key, s, size), loads(index), make)
+        cells = torch.zeros((s.batch, s.heads, size), dtype=torch.float64, device=self.device)
+        grid = size, s.heads, s.batch
+        if 0 not in grid:
+            gradients.of_cells[grid](sums, cells, order, begins, steps_of(sums), steps_of(cells), AT_ONCE=256)
+        return cells
 
     def _pairs(self) -> Any:
         s, tile = self.shape, self.tile
@@ -95,7 +109,7 @@ class _Sum:
         key_tiles = -(-s.n_k // tile.k)
         grid = -(-s.n_q // tile.q) * key_tiles, kept[0] * kept[1]
         if 0 not in (*grid, s.batch, s.heads):
-            record, loaded = records_of(self.spec, s, self.given[0])
+            record, loaded = record_of(self.spec, s, self.given[0])
             gradients.of_pairs[grid](
                 *self.given, grad, *self.steps, steps_of(grad), record, loaded, s.group, self.spec.scale,
                 key_tiles=key_tiles, kept_heads=kept[1], summed_batch=s.batch // kept[0],
@@ -111,19 +125,18 @@ class _Sum:
     def _zeros(self, n: int) -> Any:
         return torch.zeros((self.shape.batch, self.shape.heads, n), dtype=torch.float32, device=self.device)
 
-    def _as_indexed(self, sums: Any, along: Any) -> Any:
-        """(batch, heads, n) as the array has its axes: summed over what none of them names."""
+    def _as_indexed(self, sums: Any, computed: int | None = None) -> Any:
+        """(batch, heads, n) as the array has its axes: summed over what none of them names.
+
+        computed: the axis, if any, whose index is neither a variable nor a number. n are its cells.
+        """
         s, args, shape = self.shape, self.read.node.args, tuple(self.read.array.shape)
         names = [i.payload if i.op == "var" else None for i in args]
         if self.spec.lengths is not None and "B" in names:
             sums = self._by_sequence(sums)
         whole = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        if along is not None:
-            axis, cells, size = along
-            chosen = np.zeros((len(cells), size))
-            chosen[np.arange(len(cells)), cells] = 1
-            sums = sums @ torch.from_numpy(chosen).to(self.device)
-            names[axis] = "cell"
+        if computed is not None:
+            names[computed] = "cell"
         if "HK" in names:
             sums = sums.unflatten(1, (s.heads_k, s.group)).sum(2)
         dims = {"B": 0, "H": 1, "HK": 1}

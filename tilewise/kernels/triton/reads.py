@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.arrays import Array
+from tilewise.arrays import Array, is_torch
 from tilewise.derivative import score_slopes
-from tilewise.expr import COMPARISONS, INT, Expr, S
+from tilewise.expr import COMPARISONS, INT, Expr, S, with_arrays
 from tilewise.reference import values
 from tilewise.spec import Attention, Shape
 from tilewise.walking import nodes, variables
@@ -103,9 +103,14 @@ def depends_on_difference(expr: Expr, ones: frozenset[str], others: frozenset[st
     return form is not None and form[0] + form[1] == 0
 
 
-def cells_of_distances(index: Expr, shape: Shape, size: int, least: int, count: int) -> Array:
-    """The cell along the axis of this index for every distance q - k, counted within the call."""
+def distances_of_cells(index: Expr, shape: Shape, size: int, least: int, count: int) -> tuple[Array, Array]:
+    """Who reads each cell along the axis of this index: distances q - k, counted from the least one of the call.
+
+    They come cell by cell; the second array tells where each cell's begin, and the last one's end.
+    """
     distance = np.arange(least, least + count)
     env = shape.env(0, 0, np.maximum(distance, 0), np.maximum(-distance, 0))
-    cells: Array = np.clip(np.broadcast_to(values(index, env), distance.shape), 0, size - 1)
-    return cells
+    on_host = with_arrays(index, lambda slot: slot.array.cpu() if is_torch(slot.array) else slot.array)
+    cells = np.clip(np.broadcast_to(values(on_host, env), distance.shape), 0, size - 1)
+    order = np.argsort(cells, kind="stable")
+    return order.astype(np.int32), np.searchsorted(cells[order], np.arange(size + 1)).astype(np.int32)

@@ -47,9 +47,9 @@ def basic(
         # 4 mask
         s = scores(s, query, key, PARTIAL, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
         # 5 row_max, rescale, p, row_sum
-        new_max = tl.maximum(row_max, tl.max(s, 0))
-        shift = finite(new_max) * factor
-        rescale = tl.exp2(row_max * factor - shift)
+        new_max = tl.maximum(row_max, tl.max(s, 0) * factor)
+        shift = finite(new_max)
+        rescale = tl.exp2(row_max - shift)
         p = tl.exp2(fused(s, factor, -shift))
         row_sum = row_sum * rescale + tl.sum(p, 0)
         row_max = new_max
@@ -58,7 +58,7 @@ def basic(
         acc = acc * rescale + tl.sum(p[:, None] * v_tile, 0)
 
     # 7 finish: acc / row_sum, lse
-    done = lse_of(row_max, row_sum, scale, RAW)
+    done = lse_of(row_max, row_sum)
     weight = 1 / tl.where(row_sum == 0, 1.0, row_sum)
     if HAS_SINKS:
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))

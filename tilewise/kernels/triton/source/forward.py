@@ -54,7 +54,7 @@ def forward(
             )  # fmt: skip
 
     # 7 finish: acc / row_sum, lse
-    done = lse_of(row_max, row_sum, scale, RAW)
+    done = lse_of(row_max, row_sum)
     weight = 1 / tl.where(row_sum == 0, 1.0, row_sum)
     if HAS_SINKS:
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))
@@ -85,9 +85,9 @@ def visit(
         # 4 mask (PARTIAL tiles only)
         s = scores(s, query[:, None], key[None, :], KIND, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
         # 5 row_max, rescale, p, row_sum
-        new_max = tl.maximum(row_max, tl.max(s, 1))
-        shift = finite(new_max) * factor
-        rescale = tl.exp2(row_max * factor - shift)
+        new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+        shift = finite(new_max)
+        rescale = tl.exp2(row_max - shift)
         p = tl.exp2(fused(s, factor, -shift[:, None]))
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max

@@ -168,3 +168,16 @@ def of_distances(
         total += tl.sum(tl.gather(part, row[:, None] + (TILE - 1) - row[None, :], 1), 0)
     number = tl.program_id(0) * TILE + row
     tl.store(matrix(sums, sums_steps, b, h, 0) + number, total, mask=number < count)
+
+
+@triton.jit
+def of_cells(sums, cells, order, begins, sums_steps, cells_steps, AT_ONCE: tl.constexpr):
+    """What distances have, as sums of the cells that they read. order has those of one cell after those of another."""
+    cell, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end = tl.load(begins + cell + 1)
+    total = tl.zeros([AT_ONCE], tl.float64)
+    for first in range(tl.load(begins + cell), end, AT_ONCE):
+        at = first + tl.arange(0, AT_ONCE)
+        distance = tl.load(order + at, mask=at < end, other=0)
+        total += tl.load(matrix(sums, sums_steps, b, h, 0) + distance, mask=at < end, other=0.0).to(tl.float64)
+    tl.store(matrix(cells, cells_steps, b, h, 0) + cell, tl.sum(total, 0))

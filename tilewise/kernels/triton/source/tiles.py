@@ -6,7 +6,8 @@ import triton.language as tl
 PARTIAL: tl.constexpr = tl.constexpr(1)
 FULL: tl.constexpr = tl.constexpr(2)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LN_2: tl.constexpr = tl.constexpr(0.693147182464599609375)  # in float32
+LN_2_REST: tl.constexpr = tl.constexpr(-1.904654323148236e-9)  # what it lacks
 
 # Triton's interpreter cuts off what does not fit bfloat16, and rounds a product before it adds.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -80,7 +81,11 @@ def store_rows(x, step, row, n, values, WIDTH: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def finite(row_max):
-    """The shift of the exponent; 0 for a row that has no key yet."""
+    """The shift of the exponent; 0 for a row that has no key yet.
+
+    row_max is kept as an exponent of 2. A product in its place would be fused with what is added to it, on a GPU: the
+    same row_max would be another number in rescale than in p.
+    """
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
@@ -100,13 +105,10 @@ def fused(x, y, z):
 
 
 @triton.jit
-def lse_of(row_max, row_sum, scale, RAW: tl.constexpr):
-    """log(row_sum * exp(row_max)), of weights 2^(s * factor - shift): what shift was rounded by is in row_sum."""
-    factor = binary(scale, RAW)
+def lse_of(row_max, row_sum):
+    """log(row_sum * 2^row_max). ln 2 has a second part, since row_max may be large."""
     largest = finite(row_max)
-    rounded_by = fused(largest, factor, -(largest * factor))
-    natural = largest * scale if RAW else largest
-    return tl.where(row_sum == 0, float("-inf"), natural + (tl.log(row_sum) - rounded_by * LN_2))
+    return tl.where(row_sum == 0, float("-inf"), fused(largest, LN_2, largest * LN_2_REST + tl.log(row_sum)))
 
 
 @triton.jit
