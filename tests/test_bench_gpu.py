@@ -22,8 +22,8 @@ from tests.gpu_results import OUR, made_up  # noqa: E402
 from tilewise import cli  # noqa: E402
 from tilewise.bench.gpu import cases, contestants, limits, report, run, suite, targets, timing, traffic  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
-from tilewise.bench.gpu.judge import ALLOWED, Expected  # noqa: E402
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
+from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients  # noqa: E402
 from tilewise.bench.gpu.timing import Settings  # noqa: E402
 from tilewise.cli import bench as command  # noqa: E402
 from tilewise.cli import bench_gpu  # noqa: E402
@@ -56,7 +56,8 @@ def test_the_sections_are_what_the_command_offers() -> None:
     assert tuple(suite.SECTIONS) == command.GPU_SECTIONS
     assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
-        "forward": 36, "stress": 8, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4, "launch": 1,
+        "forward": 36, "stress": 8, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
+        "triton": 18, "backward": 22, "launch": 1,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -127,6 +128,33 @@ def test_flex_attention_says_the_same(variant: str, monkeypatch: pytest.MonkeyPa
         entry = contestants.find(FLEX).enter(case, [inputs])
         out = entry.calls[0]()
     assert Expected.of(case, inputs).error(entry.read(out)) < ALLOWED / 4
+
+
+@pytest.mark.parametrize("variant", ["full", "causal", "bias"])
+def test_gradients_are_judged(variant: str) -> None:
+    """Those of the CPU engine, of PyTorch's autograd, and a tenth too large."""
+    case = Case(variant, 96, 16, tokens=192, hidden=64, backward=True)
+    found = measure(case, "tilewise cpu", "tests.fake_stage:right", "tests.fake_stage:off")
+    assert {name: r["status"] for name, r in found.items()} == {"tilewise cpu": "ok", "right": "ok", "off": "wrong"}
+    assert found["right"]["error"] < ALLOWED / 2
+    assert case.flops == 2.5 * replace(case, backward=False).flops
+
+
+def test_the_gradient_of_a_bias_is_a_sum_over_all_heads() -> None:
+    case = Case("bias", 96, 16, tokens=192, hidden=64, backward=True)
+    inputs = cases.draw(case, 0, "cpu")
+    *others, d_bias = torch.autograd.grad(fakes.dense(case, inputs), inputs.wanted, inputs.d_out)
+    expected = Gradients.of(case, inputs)
+    assert expected.error((*others, d_bias)) < ALLOWED
+    assert expected.error((*others, 1.1 * d_bias)) > ALLOWED
+    assert expected.error((*others, d_bias * float("nan"))) == float("inf")
+
+
+def test_a_bias_gradient_has_peers_of_its_own() -> None:
+    section = suite.SECTIONS["backward"]
+    biased = next(case for case in section.cases if case.variant == "bias")
+    assert section.who("cuda", biased) == ["tilewise triton", FLEX, EFFICIENT]
+    assert section.who("cuda", replace(biased, variant="full")) == ["tilewise triton", FLEX, CUDNN]
 
 
 def test_flash_attention_is_asked_in_its_own_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tilewise as tw
 from tilewise.cache import Cache
 from tilewise.expr import H, K, Q, load
-from tilewise.kernels.triton import fitting, launch, launch_decode, launch_projection, tuning
+from tilewise.kernels.triton import arguments, fitting, launch, launch_decode, launch_projection, tuning
 from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
 
@@ -32,8 +33,12 @@ too_large: list[str] = []
 
 
 def _type(x: Any) -> Any:
+    if isinstance(x, TensorDescriptor):
+        return f"tensordesc<{_TYPES[x.base.dtype][1:]}[{','.join(map(str, x.block_shape))}]>"
     if isinstance(x, torch.Tensor):
         return _TYPES[x.dtype]
+    if x is None:
+        return "constexpr"
     if isinstance(x, tuple):
         return tuple(map(_type, x))
     return "fp32" if isinstance(x, float) else "i32"
@@ -87,6 +92,9 @@ def main() -> None:
     ]  # fmt: skip
     for dtype, d in ((torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 256), (torch.float32, 128)):
         _call(Attention(0.1, causal, tw.softcap(30.0), sinks=np.zeros(4, np.float32)), dtype, d)
+    arguments._has_copy_engine = lambda device: True
+    for dtype, d in ((torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 256), (torch.float32, 128)):
+        _call(Attention(0.1, causal), dtype, d)
     for score in scores:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
     for dtype, rope in ((torch.bfloat16, tw.Rope()), (torch.float16, tw.Rope(24, interleaved=True))):

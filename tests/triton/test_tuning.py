@@ -143,7 +143,7 @@ def test_explain_tells_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr("tilewise.kernels.triton.is_interpreted", lambda: True)
     q = np.zeros((1, 1, 64, 64), np.float32)
-    assert "choice: forward: tiles of 128 queries and 64 keys" in str(tw.explain(q, q, q, kernel="triton"))
+    assert "choice: forward: tiles of 32 queries and 32 keys" in str(tw.explain(q, q, q, kernel="triton"))
 
 
 def test_an_interpreter_takes_large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

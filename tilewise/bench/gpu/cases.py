@@ -36,6 +36,7 @@ class Case:
     group: int = 1  # query heads for each key head
     inputs: str = "normal"
     packed: str = ""  # sequences behind each other, one call for all: "equal" or "ragged" lengths
+    backward: bool = False  # the gradients alone, of inputs for which forward was called
     tokens: int = TOKENS
     hidden: int = HIDDEN
 
@@ -61,14 +62,17 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Both products over the visible pairs, the same count for everyone; causal counts half of full."""
-        return 4 * self.d * self.heads * sum(map(VARIANTS[self.variant].pairs, self.lengths))
+        """The products over the visible pairs, the same count for everyone: two of forward, five of backward, however
+        often a kernel computes them. Causal counts half of full."""
+        products = 5 if self.backward else 2
+        return 2 * products * self.d * self.heads * sum(map(VARIANTS[self.variant].pairs, self.lengths))
 
     def describe(self) -> dict[str, Any]:
         """The case's part of a record."""
         return {
             "variant": self.variant, "n": self.n, "d": self.d, "batch": self.batch, "heads": self.heads,
-            "heads_k": self.heads_k, "inputs": self.inputs, "packed": self.packed, "dtype": DTYPE, "flops": self.flops,
+            "heads_k": self.heads_k, "inputs": self.inputs, "packed": self.packed, "backward": self.backward,
+            "dtype": DTYPE, "flops": self.flops,
         }  # fmt: skip
 
 
@@ -155,7 +159,7 @@ VARIANTS: dict[str, Variant] = {
         flash={"causal": True, "softcap": CAP},
     ),
     "bias": Variant(
-        lambda case, x: {"score": bias(x["bias"])}, lambda n: float(n * n), None, _biased,
+        lambda case, x: {"score": bias(x["bias"], grad=case.backward)}, lambda n: float(n * n), None, _biased,
         extras=lambda case: {"bias": (case.n, case.n)},
     ),
 }  # fmt: skip
@@ -173,6 +177,12 @@ class Inputs:
     v: Any
     lengths: Any = None  # on the CPU, where a call reads them without waiting for the GPU
     extras: Extras = field(default_factory=dict)
+    d_out: Any = None
+
+    @property
+    def wanted(self) -> tuple[Any, ...]:
+        """What gets a gradient."""
+        return tuple(x for x in (self.q, self.k, self.v, *self.extras.values()) if x.requires_grad)
 
     def sequence(self, x: Any, i: int) -> Any:
         """(heads, length, d) of one sequence, of an input or an output."""
@@ -206,10 +216,15 @@ def draw(case: Case, seed: int, device: str, extras: Extras | None = None) -> In
     if extras is None:
         made = VARIANTS[case.variant].extras(case)
         extras = {
-            name: normal(*x) if isinstance(x, tuple) else torch.from_numpy(x.copy()).to(device)
+            name: normal(*x).requires_grad_(case.backward)
+            if isinstance(x, tuple)
+            else torch.from_numpy(x.copy()).to(device)
             for name, x in made.items()
         }
-    return Inputs(q, k, v, lengths, extras)
+    d_out = normal(*q.shape) if case.backward else None
+    for x in (q, k, v):
+        x.requires_grad_(case.backward)
+    return Inputs(q, k, v, lengths, extras, d_out)
 
 
 def _shape(case: Case, heads: int) -> tuple[int, ...]:

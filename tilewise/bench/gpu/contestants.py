@@ -17,6 +17,7 @@ from tilewise.bench.refusal import RefusedError
 
 CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention-4", "FlexAttention"
 SDPA, SDPA_CUDNN, SDPA_FLASH = "torch sdpa", "torch sdpa cudnn", "torch sdpa flash"
+EFFICIENT = "torch sdpa efficient"
 DENSE, NO_GRAD = " dense", " no_grad"  # what follows the name of ours
 
 Call = Callable[[], Any]
@@ -30,6 +31,7 @@ class Entry:
     calls: Sequence[Call]
     read: Callable[[Any], Any] = lambda out: out  # its output as the inputs lie
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered before the clock starts
+    capturable: bool = True  # in a CUDA graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,25 @@ class Contestant:
     enter: Callable[[Case, Sets], Entry]  # or raises RefusedError
     missing: Callable[[], str | None] = lambda: None
     ours: bool = False
+
+
+def entered(contestant: Contestant, case: Case, sets: Sets) -> Entry:
+    """Ready for what the case asks for."""
+    entry = contestant.enter(case, sets)
+    return _gradients(entry, sets) if case.backward else entry
+
+
+def _gradients(entry: Entry, sets: Sets) -> Entry:
+    """Forward is called here. autograd goes back on the stream where that was: no graph can capture it alone."""
+    import torch
+
+    with entry.around():
+        outputs = [entry.read(call()) for call in entry.calls]
+    calls = [
+        partial(torch.autograd.grad, out, x.wanted, x.d_out, retain_graph=True)
+        for out, x in zip(outputs, sets, strict=True)
+    ]
+    return Entry(calls, around=entry.around, capturable=False)
 
 
 def find(name: str) -> Contestant:
@@ -112,6 +133,18 @@ def _enter_sdpa(backend: str | None, case: Case, sets: Sets) -> Entry:
     return Entry([partial(sdpa, x.q, x.k, x.v, **options) for x in sets], around=around)
 
 
+def _enter_efficient(case: Case, sets: Sets) -> Entry:
+    """A bias as a dense mask, whose gradient this backend alone computes."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    if case.variant != "bias" or case.packed:
+        raise RefusedError("cannot express", "it is asked for a bias alone")
+    shape = (case.batch, case.heads, case.n, case.n)
+    calls = [partial(sdpa, x.q, x.k, x.v, attn_mask=x.extras["bias"].expand(shape)) for x in sets]
+    return Entry(calls, around=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION))
+
+
 # -- FlashAttention-4 -------------------------------------------------------------------------------------------------
 
 
@@ -168,4 +201,5 @@ _PEERS = (
     Contestant(SDPA, partial(_enter_sdpa, None)),
     Contestant(SDPA_CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),
     Contestant(SDPA_FLASH, partial(_enter_sdpa, "FLASH_ATTENTION")),
+    Contestant(EFFICIENT, _enter_efficient),
 )

@@ -104,4 +104,11 @@ def _finish(figure: Any, axes: Any, name: str, results: Results) -> None:
     parts.legend(figure, axes, f"Attention on the GPU: {SECTIONS[name].about}")
 
 
-_MAKERS = {"forward": _against_n, "gqa": _against_n, "stress": _bars, "variants": _bars}
+_MAKERS = {
+    "forward": _against_n,
+    "gqa": _against_n,
+    "triton": _against_n,
+    "backward": _bars,
+    "stress": _bars,
+    "variants": _bars,
+}

@@ -10,8 +10,8 @@ from typing import Any
 
 from tilewise.bench.gpu import cases, limits, timing
 from tilewise.bench.gpu.cases import Case
-from tilewise.bench.gpu.contestants import Contestant, find
-from tilewise.bench.gpu.judge import ALLOWED, Expected
+from tilewise.bench.gpu.contestants import Contestant, entered, find
+from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients
 from tilewise.bench.gpu.timing import Clock, GpuClock, HostClock, Loop, Settings
 from tilewise.bench.refusal import RefusedError, public, refusal
 
@@ -63,13 +63,13 @@ class Stage:
     ) -> tuple[dict[str, Loop], dict[str, float], dict[str, RefusedError]]:
         """Everyone's loop and error; and who does not get that far."""
         sets = cases.sets(case, self.device)
-        expected = Expected.of(case, sets[0])
+        expected = Gradients.of(case, sets[0]) if case.backward else Expected.of(case, sets[0])
         loops: dict[str, Loop] = {}
         errors: dict[str, float] = {}
         refused: dict[str, RefusedError] = {}
         for c in contestants:
             try:
-                loops[c.name] = clock.loop(c.enter(case, sets))
+                loops[c.name] = clock.loop(entered(c, case, sets))
                 errors[c.name] = expected.error(_poisoned(loops[c.name]))
             except Exception as error:  # a peer's failure is a result of the benchmark
                 refused[c.name] = refusal(error)
@@ -94,7 +94,9 @@ class Stage:
 def _poisoned(loop: Loop) -> Any:
     """The output of a run that finds NaN where it will write, so that what it leaves out shows."""
     with loop.entry.around():
-        loop.run().fill_(math.nan)
+        written = loop.run()
+        for x in written if isinstance(written, tuple) else (written,):
+            x.fill_(math.nan)
         return loop.entry.read(loop.run())
 
 

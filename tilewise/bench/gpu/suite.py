@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewise.bench.contestants import OURS
 from tilewise.bench.gpu.cases import Case
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, NO_GRAD, SDPA, SDPA_CUDNN, SDPA_FLASH
+from tilewise.bench.gpu.contestants import (
+    CUDNN,
+    DENSE,
+    EFFICIENT,
+    FLASH,
+    FLEX,
+    NO_GRAD,
+    SDPA,
+    SDPA_CUDNN,
+    SDPA_FLASH,
+)
 from tilewise.bench.gpu.timing import Settings
 
 KERNEL = "cuda"
@@ -14,6 +24,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_LENGTHS = (1024, 8192)
 # FlexAttention is compiled anew for each shape, which takes seconds, and it is not the best peer of any case here.
 FLEX_LENGTHS = (2048, 16384)
+TRITON, TRITON_LENGTHS = "triton", (1024, 4096, 16384)
 HARD = ("falling", "rising", "x8", "x64")
 VARIANTS = ("softcap", "alibi", "window 256", "window 1024", "document", "bias")
 RUNGS = ("naive", "tiled", "forward_sm90")
@@ -28,20 +39,24 @@ class Section:
     quick: tuple[Case, ...]
     peers: tuple[str, ...] = ()
     host: bool = False  # the host's time of a call, not the GPU's
+    kernel: str | None = None  # it is about this one
 
     def who(self, kernel: str, case: Case) -> list[str]:
         """Ours first."""
-        ours = OURS + kernel
+        ours = OURS + (self.kernel or kernel)
         if self.name == "ladder":
             return [f"{OURS}{KERNEL}/{rung}" for rung in RUNGS]
         if self.name == "varlen":
             return [ours, ours + DENSE] if case.packed == "equal" else [ours]
         mine = [ours, ours + NO_GRAD] if self.host else [ours]
-        return [*mine, *(peer for peer in self.peers if self.name != "forward" or _is_asked(peer, case))]
+        return [*mine, *(peer for peer in self.peers if self._is_asked(peer, case))]
 
-
-def _is_asked(peer: str, case: Case) -> bool:
-    return peer != FLEX or case.n in FLEX_LENGTHS
+    def _is_asked(self, peer: str, case: Case) -> bool:
+        if self.name == "forward":
+            return peer != FLEX or case.n in FLEX_LENGTHS
+        if self.name == "backward":
+            return peer == FLEX or (peer == EFFICIENT) == (case.variant == "bias")
+        return True
 
 
 def _grid(
@@ -58,6 +73,10 @@ _VARLEN = tuple(
     for d in (64, 128)
     for variant in _MASKS
     for n in (1024, 4096)
+)
+_BACKWARD = tuple(
+    replace(case, backward=True)
+    for case in (*_grid(_MASKS, (64, 128, 256), TRITON_LENGTHS), *_grid(("bias",), (64, 128), (1024, 4096)))
 )
 _LAUNCH = (Case("causal", 128, 64, tokens=128, hidden=1024),)
 
@@ -103,6 +122,22 @@ SECTIONS = {
             "the kernels that lead up to the fastest, and their limits",
             _grid(("full",), (64, 128), (1024, 4096)),
             _grid(("full",), (128,), (1024,)),
+        ),
+        Section(
+            "triton",
+            "forward in Triton, bfloat16",
+            _grid(_MASKS, (64, 128, 256), TRITON_LENGTHS),
+            _grid(_MASKS, (64, 128, 256), (4096,)),
+            (FLEX,),
+            kernel=TRITON,
+        ),
+        Section(
+            "backward",
+            "gradients in Triton, bfloat16; of a bias as well",
+            _BACKWARD,
+            tuple(case for case in _BACKWARD if case.n == 4096),
+            (FLEX, CUDNN, EFFICIENT),
+            kernel=TRITON,
         ),
         Section(
             "launch",

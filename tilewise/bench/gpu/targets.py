@@ -1,4 +1,4 @@
-"""What the CUDA kernels must reach, and whether the results of the suite show it. Nothing here is a measured number."""
+"""What the GPU kernels must reach, and whether the results of the suite show it. Nothing here is a measured number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, FLASH, FLEX, SDPA
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, SDPA
 from tilewise.bench.table import geometric_mean
 from tilewise.bench.targets import Check, valued
 
@@ -19,6 +19,8 @@ OVER_FLEX = 1.2
 OF_FLASH = 1 / 1.15
 GQA = 1.0
 PACKING = 1.05  # times the time of the same sequences as a batch
+TRITON = (1.10, 1.00)  # to FlexAttention: the mean, and no case below
+BIAS_GRADIENT = 3.0
 LAUNCH = 1.5  # times that of PyTorch's own attention
 
 
@@ -63,6 +65,23 @@ def _varlen(records: list[Record]) -> Iterator[Check]:
     yield valued(times, equal, _over(DENSE), max, "the batch has no number")
 
 
+def _triton(records: list[Record]) -> Iterator[Check]:
+    yield from _beside_flex("triton, forward", records)
+
+
+def _backward(records: list[Record]) -> Iterator[Check]:
+    yield from _beside_flex("triton, backward", [r for r in records if r["variant"] != "bias"])
+    biased = [r for r in records if r["variant"] == "bias"]
+    for peer in (FLEX, EFFICIENT):
+        yield _to_peer(f"triton, gradient of a bias: slowest case to {peer}", biased, peer, BIAS_GRADIENT)
+
+
+def _beside_flex(what: str, records: list[Record]) -> Iterator[Check]:
+    mean, least = TRITON
+    yield _to_peer(f"{what}: geometric mean to {FLEX}", records, FLEX, mean, geometric_mean)
+    yield _to_peer(f"{what}: slowest case to {FLEX}", records, FLEX, least)
+
+
 def _launch(records: list[Record]) -> Iterator[Check]:
     for name in dict.fromkeys(r["contestant"] for r in records):
         times = Check(f"launch, {name}: host time over PyTorch's SDPA", LAUNCH, at_most=True)
@@ -90,11 +109,14 @@ def _to_best(what: str, records: list[Record], limit: float, of: Callable[[list[
     )
 
 
-def _to_peer(what: str, records: list[Record], peer: str, limit: float | None) -> Check:
+def _to_peer(
+    what: str, records: list[Record], peer: str, limit: float | None, of: Callable[[list[float]], float] = min
+) -> Check:
     check = Check(what, limit)
-    return valued(check, records, lambda r: (r["ratios"] or {}).get(peer), min, f"{peer} has no number")
+    return valued(check, records, lambda r: (r["ratios"] or {}).get(peer), of, f"{peer} has no number")
 
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
-    "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "launch": _launch,
+    "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
+    "backward": _backward, "launch": _launch,
 }  # fmt: skip

@@ -101,7 +101,7 @@ class GpuClock:
             self.sync()
             pace = self._seconds(entry.calls[0], self._handing_over(entry.calls[0]))
             order = in_order(entry.calls, self._count(pace))
-            run, how = self._captured(order), GRAPH
+            run, how = self._captured(order) if entry.capturable else None, GRAPH
             if run is None:
                 run, how = (lambda: run_all(order)), IN_A_ROW
             host = self._handing_over(run)

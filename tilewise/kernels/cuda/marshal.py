@@ -256,13 +256,14 @@ def refinement(call: Any, made: Tables, joins: bool) -> Structure:
 
 def _section(shape: Shape, made: Tables, at_once: int) -> int:
     """How many heads take turns, their largest tiles first: so many that k and v stay in the cache, but enough for the
-    last section to hide its largest tile. Where all tiles are alike one head after the other is best."""
+    last section to hide its largest tile; sections are alike. Where all tiles are, one head after the other is best."""
     sizes = made.sizes
     if sizes is None or np.all(sizes == sizes[0]):
         return 1
     by_cache = _L2_SHARE * shape.group // (2 * shape.n_k * (shape.d + shape.d_v))
     by_balance = math.ceil(1.5 * at_once * int(sizes.max()) / int(sizes.sum()))
-    return max(1, min(max(by_cache, by_balance), shape.heads * shape.batch))
+    heads = max(1, shape.heads * shape.batch)
+    return heads // math.ceil(heads / max(by_cache, by_balance))
 
 
 def tensor_maps(

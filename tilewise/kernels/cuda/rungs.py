@@ -124,9 +124,12 @@ class ForwardSm90:
         largest = max(shape.d, shape.d_v)
         if largest <= 64:
             # Three warpgroups hide more, but their larger tiles leave more of a short sequence over.
+            # Of the shortest, a mask leaves so little that small key tiles waste the least.
             sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
-            is_long = shape.n_q // sequences >= 2048 and not spec.batch_invariant
-            return Tile(192, 96) if is_long else Tile(128, 128)
+            n = shape.n_q // sequences
+            if spec.batch_invariant or 512 < n < 2048 or (n <= 512 and spec.mask is None):
+                return Tile(128, 128)
+            return Tile(192, 96) if n >= 2048 else Tile(128, 64)
         return Tile(128, 128 if largest <= 128 else 96 if largest <= 192 else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:

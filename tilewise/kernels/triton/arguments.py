@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise import arrays
 from tilewise.expr import Loaded
@@ -57,11 +59,13 @@ def kept_on(device: Any, key: tuple[Any, ...], slots: Sequence[Loaded], make: Ca
 
     constants = [slot.array for slot in slots]  # kept as well, so that no other array gets their id
     if not all(slot.constant for slot in slots):
-        return made()[0]
+        fresh: T = made()[0]
+        return fresh
     found = _on_devices.found((device, key, *map(id, constants)), made)
     if capturing:
         graphs.hold(found)
-    return found[0]
+    kept: T = found[0]
+    return kept
 
 
 def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> _Plan:
@@ -85,8 +89,13 @@ def record_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
 
 
 def loaded_by(spec: Attention, q: Any) -> tuple[Any, Any, Any]:
-    """The variant's arrays, their sizes and their steps; one at least, which nothing reads."""
-    loaded = [_loaded(slot, q.device) for slot in spec.loaded] or [q]
+    """The variant's arrays, their sizes and their steps; one at least, which nothing reads.
+
+    Of that one nothing is told: Triton compiles anew for sizes of another kind.
+    """
+    loaded = [_loaded(slot, q.device) for slot in spec.loaded]
+    if not loaded:
+        return (q,), ((1,),), ((1,),)
     return tuple(loaded), tuple(tuple(x.shape) or (1,) for x in loaded), tuple(x.stride() or (1,) for x in loaded)
 
 
@@ -102,6 +111,30 @@ def tensor(x: Any, device: Any) -> Any:
 
 def steps_of(x: Any) -> tuple[int, int, int]:
     return tuple(x.stride()[:3])
+
+
+def maps(spec: Attention, rows: int, **given: Any) -> dict[str, Any]:
+    """Arrays as the copy engine of a GPU takes them, in tiles of so many rows; None where it cannot.
+
+    It knows where an array ends, not where a packed sequence does, and it turns nothing.
+    """
+    suits = spec.lengths is None and spec.rope is None and all(map(_suits_copy_engine, given.values()))
+    return {
+        f"{name}_map": TensorDescriptor.from_tensor(x, [1, 1, rows, power_of_2(x.shape[3])]) if suits else None
+        for name, x in given.items()
+    }
+
+
+def _suits_copy_engine(x: Any) -> bool:
+    """It takes rows that begin at multiples of 16 bytes."""
+    steps = [step * x.element_size() for step in x.stride()[:3]]
+    return _has_copy_engine(x.device) and x.numel() > 0 and not any(at % 16 for at in (x.data_ptr(), *steps))
+
+
+@cache
+def _has_copy_engine(device: Any) -> bool:
+    """Triton's interpreter does as if."""
+    return modules.is_interpreted() or (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 def functions(spec: Attention, variant: ModuleType | None, *names: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import (
     functions,
     loaded_by,
+    maps,
     planned,
     sizes,
     steps_of,
@@ -49,7 +50,8 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
         kernel[grid](
             q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest[:-1], loaded_by(spec, q), shape.group,
             spec.scale, **functions(spec, modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
-            **sizes(shape, choice.tile), **choice.options, **({} if basic else turning(spec, shape, q)),
+            **sizes(shape, choice.tile), **choice.options,
+            **({} if basic else turning(spec, shape, q) | maps(spec, choice.tile.k, k=k, v=v)),
         )  # fmt: skip
     return Partial(out, lse)
 
@@ -73,14 +75,14 @@ def backward(
     if 0 not in grid:
         backward_kernels.d_query[grid](
             *given, d_q, *steps, steps_of(d_q), *rest, shape.group, spec.scale,
-            **told, **sizes(shape, choice.tile), **choice.options,
+            **maps(spec, choice.tile.k, k=k, v=v), **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     choice = chosen(Pass.D_KEYS, spec, shape, tile)
     grid, *rest = planned(spec, shape, choice.tile, q, by_key=True)
     if 0 not in grid:
         backward_kernels.d_keys[grid](
             *given, d_k, d_v, *steps, steps_of(d_k), steps_of(d_v), *rest, shape.group, spec.scale,
-            **told, **sizes(shape, choice.tile), **choice.options,
+            **maps(spec, choice.tile.q, q=q, d_out=d_out), **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
     return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, chosen(Pass.ARRAYS, spec, shape, tile), given, turned))

@@ -39,37 +39,43 @@ class Choice:
         return f"tiles of {self.tile.q} queries and {self.tile.k} keys, {self.warps} warps, {self.stages} stages"
 
 
-# By the larger head dimension, up to a power of 2. Those of half precision; float32 takes those of twice the size.
+# By the larger head dimension, up to a power of 2, for half precision.
 _TABLE: dict[Pass, dict[int, Choice]] = {
     Pass.FORWARD: {
-        64: Choice(Tile(128, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 3), 256: Choice(Tile(128, 32), 8, 2),
-        512: Choice(Tile(32, 32), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(64, 64), 4, 3), 256: Choice(Tile(128, 64), 8, 2),
+        512: Choice(Tile(32, 32), 4, 1),
     },
     Pass.D_QUERY: {
-        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 3), 256: Choice(Tile(64, 32), 8, 2),
-        512: Choice(Tile(32, 16), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 3), 256: Choice(Tile(64, 64), 4, 2),
+        512: Choice(Tile(32, 16), 4, 1),
     },
     Pass.D_KEYS: {
-        64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 128), 8, 2), 256: Choice(Tile(32, 64), 8, 1),
-        512: Choice(Tile(16, 32), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+        64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(32, 64), 4, 3), 256: Choice(Tile(64, 64), 8, 2),
+        512: Choice(Tile(16, 32), 4, 1),
     },
     Pass.ARRAYS: {
         64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 64), 8, 2), 256: Choice(Tile(32, 32), 4, 1),
-        512: Choice(Tile(16, 16), 4, 1), 1024: Choice(Tile(16, 16), 4, 1),
+        512: Choice(Tile(16, 16), 4, 1),
     },
     # Tile.q: rows at most. Two programs a multiprocessor, each with two tiles of k and of v under way.
     Pass.DECODE: {
         64: Choice(Tile(64, 128), 4, 3), 128: Choice(Tile(64, 64), 4, 3), 256: Choice(Tile(32, 32), 4, 3),
-        512: Choice(Tile(32, 16), 4, 3), 1024: Choice(Tile(16, 16), 4, 2),
+        512: Choice(Tile(32, 16), 4, 3),
     },
+}  # fmt: skip
+
+# float32 has no tensor cores: its products are written out, and large tiles take long to compile.
+_FLOAT32 = {
+    64: Choice(Tile(32, 32), 4, 2), 128: Choice(Tile(32, 32), 4, 2), 256: Choice(Tile(32, 16), 4, 2),
+    512: Choice(Tile(16, 16), 4, 1),
 }  # fmt: skip
 
 
 _INTERPRETED = Choice(Tile(128, 128), 4, 1)  # large tiles: an interpreter takes as long for a small one
 
 _HELD = {
-    Pass.FORWARD: Held("q", both=False, loops=2), Pass.D_QUERY: Held("q", both=True, loops=1),
-    Pass.D_KEYS: Held("k", both=True, loops=2), Pass.ARRAYS: Held("q", both=True, loops=2),
+    Pass.FORWARD: Held("q", both=False, loops=1), Pass.D_QUERY: Held("q", both=True, loops=1),
+    Pass.D_KEYS: Held("k", both=True, loops=1), Pass.ARRAYS: Held("q", both=True, loops=2),
     Pass.DECODE: Held("q", both=False, loops=1),
 }  # fmt: skip
 
@@ -94,7 +100,9 @@ def distances() -> int:
 def _entry(kind: Pass, shape: Shape) -> Choice:
     if kind in _tried:
         return _tried[kind]
-    size = up(max(shape.d, shape.d_v) * (2 if shape.dtype == "float32" else 1))
+    size = up(max(shape.d, shape.d_v))
+    if shape.dtype == "float32":
+        return _FLOAT32[size]
     found = tuned.choices(shape.device).get(kind.value, {}).get(size)
     if found is not None:
         q, k, warps, stages = found
@@ -104,7 +112,7 @@ def _entry(kind: Pass, shape: Shape) -> Choice:
 
 def up(size: int) -> int:
     """The entry for heads of this size."""
-    return next(limit for limit in _TABLE[Pass.FORWARD] if size <= limit)
+    return next(limit for limit in _FLOAT32 if size <= limit)
 
 
 def without_room(spec: Attention, shape: Shape) -> str | None:

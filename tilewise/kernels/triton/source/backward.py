@@ -17,6 +17,7 @@ from tilewise.kernels.triton.source.tiles import (
     finite,
     fused,
     load_rows,
+    load_tile,
     matrix,
     narrow,
     scores,
@@ -49,7 +50,7 @@ def prepare(
 
 @triton.jit
 def weights(
-    product, d_p, shift, rest, delta, query, key, kind, n_q, n_k, place, loaded, scale,
+    product, d_p, shift, delta, query, key, kind, n_q, n_k, place, loaded, scale,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """p and d_score of a tile, from q k^T and d_out v^T; queries down and keys across, or the other way round."""
@@ -57,7 +58,7 @@ def weights(
     # 4 mask (PARTIAL tiles only)
     s = scores(product, query, key, kind, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
     # 5 p, from the lse that forward saved; products are rounded as forward did, so that delta is the mean of d_p
-    p = tl.exp2(fused(s, binary(scale, RAW), -shift) - rest)
+    p = tl.exp2(fused(s, binary(scale, RAW), -shift))
     return p, p * (d_p - delta)
 
 
@@ -72,42 +73,41 @@ def passed_on(d_score, SLOPE: tl.constexpr, product, query, key, place, loaded, 
 
 @triton.jit
 def saved_of(lse, delta, steps, b, h, begin, query, n_q):
-    """Of some rows: lse as an exponent of 2, the digits that it lost as one, and delta."""
+    """Of some rows: lse as an exponent of 2, and delta."""
     at = matrix(lse, steps, b, h, begin) + query
     row_lse = tl.load(at, mask=query < n_q, other=0.0)
     row_delta = tl.load(matrix(delta, steps, b, h, begin) + query, mask=query < n_q, other=0.0)
-    row_lse = finite(row_lse)
-    shift = row_lse * LOG2_E
-    return shift, fused(row_lse, LOG2_E, -shift), row_delta
+    return finite(row_lse) * LOG2_E, row_delta
 
 
 @triton.jit
 def load_queries(
-    rows, b, h, begin, query, n_q, turns, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    rows, b, h, begin, first, n_q, turns, TILE_Q: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """q, d_out and what forward saved, of some rows. rows: q, d_out, lse and delta, and their steps."""
-    q, d_out, lse, delta, q_steps, d_out_steps, row_steps = rows
-    q_tile = load_head(q, q_steps, b, h, begin, query, n_q, turns, QUERIES, D, DEPTH, PAIRS, INTERLEAVED)
-    d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
+    """q, d_out and what forward saved, of the rows from `first` on."""
+    q, d_out, lse, delta, q_steps, d_out_steps, row_steps, q_map, d_out_map = rows
+    q_tile = load_head(q, q_steps, q_map, b, h, begin, first, n_q, turns, QUERIES, TILE_Q, D, DEPTH, PAIRS, INTERLEAVED)
+    d_out_tile = load_tile(d_out, d_out_steps, d_out_map, b, h, begin, first, n_q, TILE_Q, D_V, COLUMNS)
+    query = first + tl.arange(0, TILE_Q)
     return q_tile, d_out_tile, saved_of(lse, delta, row_steps, b, h, begin, query, n_q)
 
 
 @triton.jit
 def load_keys(
-    columns, b, hk, begin, key, n_k, turns, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    columns, b, hk, begin, first, n_k, turns, TILE_K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """k and v of some rows. columns: k and v, and their steps."""
-    k, v, k_steps, v_steps = columns
-    k_tile = load_head(k, k_steps, b, hk, begin, key, n_k, turns, KEYS, D, DEPTH, PAIRS, INTERLEAVED)
-    return k_tile, load_rows(matrix(v, v_steps, b, hk, begin), v_steps[2], key, n_k, D_V, COLUMNS)
+    """k and v, of the rows from `first` on."""
+    k, v, k_steps, v_steps, k_map, v_map = columns
+    k_tile = load_head(k, k_steps, k_map, b, hk, begin, first, n_k, turns, KEYS, TILE_K, D, DEPTH, PAIRS, INTERLEAVED)
+    return k_tile, load_tile(v, v_steps, v_map, b, hk, begin, first, n_k, TILE_K, D_V, COLUMNS)
 
 
 @triton.jit
 def d_query(
     q, k, v, d_out, lse, delta, d_q, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_q_steps,
-    records, record_steps, runs, loaded, group, scale, turns,
+    records, record_steps, runs, loaded, group, scale, turns, k_map, v_map,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -115,13 +115,14 @@ def d_query(
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
-    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
+    rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, None, None
+    columns = k, v, k_steps, v_steps, k_map, v_map
     # 1 load q, d_out, lse, delta
     query = first + tl.arange(0, TILE_Q)
     q_tile, d_out_tile, saved = load_queries(
-        rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        rows, b, h, q_begin, first, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
     )
-    shift, rest, row_delta = saved
+    shift, row_delta = saved
     acc = tl.zeros([TILE_Q, DEPTH], tl.float32)
     # for each kv tile of the schedule:
     for run in range(first_run, last_run):
@@ -129,13 +130,14 @@ def d_query(
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
             k_tile, v_tile = load_keys(
-                columns, b, h // group, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
-            )
+                columns, b, h // group, k_begin, tile * TILE_K, n_k, turns, TILE_K, D, D_V, DEPTH, COLUMNS, PAIRS,
+                INTERLEAVED,
+            )  # fmt: skip
             # 2 s = q @ k.T
             product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
             d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
             _p, d_score = weights(
-                product, d_p, shift[:, None], rest[:, None], row_delta[:, None], query[:, None], key[None, :], kind,
+                product, d_p, shift[:, None], row_delta[:, None], query[:, None], key[None, :], kind,
                 n_q, n_k, place, loaded, scale, RAW, SCORE, MASK,
             )  # fmt: skip
             d_s = passed_on(d_score, SLOPE, product, query[:, None], key[None, :], place, loaded, scale)
@@ -147,7 +149,7 @@ def d_query(
 @triton.jit
 def d_keys(
     q, k, v, d_out, lse, delta, d_k, d_v, q_steps, k_steps, v_steps, d_out_steps, row_steps, d_k_steps, d_v_steps,
-    records, record_steps, runs, loaded, group, scale, turns,
+    records, record_steps, runs, loaded, group, scale, turns, q_map, d_out_map,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -157,8 +159,9 @@ def d_keys(
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, hk * group, group)
     # 1 load k, v
     key = first + tl.arange(0, TILE_K)
+    columns = k, v, k_steps, v_steps, None, None
     k_tile, v_tile = load_keys(
-        (k, v, k_steps, v_steps), b, hk, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        columns, b, hk, k_begin, first, n_k, turns, TILE_K, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
     )
     acc_k = tl.zeros([TILE_K, DEPTH], tl.float32)
     acc_v = tl.zeros([TILE_K, COLUMNS], tl.float32)
@@ -167,7 +170,7 @@ def d_keys(
         # for each q tile of the schedule:
         for run in range(first_run, last_run):
             first_tile, last_tile = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)
-            rows = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), b, h, q_begin
+            rows = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps, q_map, d_out_map), b, h, q_begin
             if tl.load(runs + run * 3 + 2) == PARTIAL:
                 acc_k, acc_v = visit_queries(
                     acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, PARTIAL, rows, n_q, n_k, place, loaded,
@@ -193,17 +196,17 @@ def visit_queries(
 ):  # fmt: skip
     """A run of query tiles, all of one kind, as in forward."""
     rows, b, h, q_begin = rows
-    for tile in range(first_tile, last_tile):
+    for tile in tl.range(first_tile, last_tile, num_stages=1 if KIND == PARTIAL else None):
         query = tile * TILE_Q + tl.arange(0, TILE_Q)
         q_tile, d_out_tile, saved = load_queries(
-            rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            rows, b, h, q_begin, tile * TILE_Q, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
-        shift, rest, row_delta = saved
+        shift, row_delta = saved
         # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
         product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
         d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
         p, d_score = weights(
-            product, d_p, shift[None, :], rest[None, :], row_delta[None, :], query[None, :], key[:, None], KIND,
+            product, d_p, shift[None, :], row_delta[None, :], query[None, :], key[:, None], KIND,
             n_q, n_k, place, loaded, scale, RAW, SCORE, MASK,
         )  # fmt: skip
         d_s = passed_on(d_score, SLOPE, product, query[None, :], key[:, None], place, loaded, scale)

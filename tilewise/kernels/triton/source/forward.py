@@ -10,7 +10,7 @@ from tilewise.kernels.triton.source.tiles import (
     binary,
     finite,
     fused,
-    load_rows,
+    load_tile,
     lse_of,
     matrix,
     narrow,
@@ -23,7 +23,7 @@ from tilewise.kernels.triton.source.tiles import (
 @triton.jit
 def forward(
     q, k, v, out, lse, sinks, q_steps, k_steps, v_steps, out_steps, lse_steps,
-    records, record_steps, runs, loaded, group, scale, turns,
+    records, record_steps, runs, loaded, group, scale, turns, k_map, v_map,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -34,11 +34,13 @@ def forward(
 
     # 1 load q
     query = first + tl.arange(0, TILE_Q)
-    q_tile = load_head(q, q_steps, b, h, q_begin, query, n_q, turns, QUERIES, D, DEPTH, PAIRS, INTERLEAVED)
+    q_tile = load_head(
+        q, q_steps, None, b, h, q_begin, first, n_q, turns, QUERIES, TILE_Q, D, DEPTH, PAIRS, INTERLEAVED
+    )
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
-    keys = k, v, k_steps, v_steps, b, h // group, k_begin
+    keys = k, v, k_steps, v_steps, k_map, v_map, b, h // group, k_begin
     # for each kv tile of the schedule:
     for run in range(first_run, last_run):
         first_tile, last_tile, kind = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1), tl.load(runs + run * 3 + 2)
@@ -72,14 +74,19 @@ def visit(
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """A run of key tiles, all of one kind: a loop of its own, without what only the other needs, is the faster one."""
-    k, v, k_steps, v_steps, b, hk, k_begin = keys
-    v = matrix(v, v_steps, b, hk, k_begin)
+    """A run of key tiles, all of one kind: a loop of its own, without what only the other needs, is the faster one.
+
+    PARTIAL tiles are few. They are loaded when they are needed, so that all of shared memory is there for FULL ones.
+    """
+    k, v, k_steps, v_steps, k_map, v_map, b, hk, k_begin = keys
     factor = binary(scale, RAW)
-    for tile in range(first_tile, last_tile):
-        key = tile * TILE_K + tl.arange(0, TILE_K)
+    for tile in tl.range(first_tile, last_tile, num_stages=1 if KIND == PARTIAL else None):
+        first = tile * TILE_K
+        key = first + tl.arange(0, TILE_K)
         # 2 s = q @ k.T
-        k_tile = load_head(k, k_steps, b, hk, k_begin, key, n_k, turns, KEYS, D, DEPTH, PAIRS, INTERLEAVED)
+        k_tile = load_head(
+            k, k_steps, k_map, b, hk, k_begin, first, n_k, turns, KEYS, TILE_K, D, DEPTH, PAIRS, INTERLEAVED
+        )
         s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
         # 3 score
         # 4 mask (PARTIAL tiles only)
@@ -92,7 +99,7 @@ def visit(
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
         # 6 acc = acc * rescale + p @ v
-        v_tile = load_rows(v, v_steps[2], key, n_k, D_V, COLUMNS)
+        v_tile = load_tile(v, v_steps, v_map, b, hk, k_begin, first, n_k, TILE_K, D_V, COLUMNS)
         acc = acc * rescale[:, None]
         acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision=PRECISION)
     return acc, row_max, row_sum

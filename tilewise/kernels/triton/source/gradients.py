@@ -18,11 +18,11 @@ def part_of(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each score of a tile passes on to the cell that it read: queries down and keys across."""
-    shift, rest, delta = saved
+    shift, delta = saved
     product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
     d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
     _p, d_score = weights(
-        product, d_p, shift[:, None], rest[:, None], delta[:, None], query[:, None], key[None, :], kind, n_q, n_k,
+        product, d_p, shift[:, None], delta[:, None], query[:, None], key[None, :], kind, n_q, n_k,
         place, loaded, scale, RAW, SCORE, MASK,
     )  # fmt: skip
     return passed_on(d_score, PART, product, query[:, None], key[None, :], place, loaded, scale)
@@ -40,10 +40,11 @@ def of_rows(
     """Sums over keys: (batch, heads, n_q)."""
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
-    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
+    rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, None, None
+    columns = k, v, k_steps, v_steps, None, None
     query = first + tl.arange(0, TILE_Q)
     q_tile, d_out_tile, saved = load_queries(
-        rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        rows, b, h, q_begin, first, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
     )
     total = tl.zeros([TILE_Q], tl.float32)
     for run in range(first_run, last_run):
@@ -51,8 +52,9 @@ def of_rows(
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             key = tile * TILE_K + tl.arange(0, TILE_K)
             k_tile, v_tile = load_keys(
-                columns, b, h // group, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
-            )
+                columns, b, h // group, k_begin, tile * TILE_K, n_k, turns, TILE_K, D, D_V, DEPTH, COLUMNS, PAIRS,
+                INTERLEAVED,
+            )  # fmt: skip
             part = part_of(
                 q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded,
                 scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
@@ -73,10 +75,11 @@ def of_columns(
     """Sums over queries: (batch, heads, n_k)."""
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
-    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
+    rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, None, None
+    columns = k, v, k_steps, v_steps, None, None
     key = first + tl.arange(0, TILE_K)
     k_tile, v_tile = load_keys(
-        columns, b, h // group, k_begin, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+        columns, b, h // group, k_begin, first, n_k, turns, TILE_K, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
     )
     total = tl.zeros([TILE_K], tl.float32)
     for run in range(first_run, last_run):
@@ -84,7 +87,7 @@ def of_columns(
         for tile in range(tl.load(runs + run * 3), tl.load(runs + run * 3 + 1)):
             query = tile * TILE_Q + tl.arange(0, TILE_Q)
             q_tile, d_out_tile, saved = load_queries(
-                rows, b, h, q_begin, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+                rows, b, h, q_begin, tile * TILE_Q, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
             )
             part = part_of(
                 q_tile, k_tile, v_tile, d_out_tile, saved, query, key, kind, n_q, n_k, place, loaded,
@@ -106,18 +109,19 @@ def of_pairs(
     """A tile of a (batch or 1, heads or 1, n_q, n_k) gradient, summed over the batch indices or heads that share it."""
     first_b, first_h = tl.program_id(1) // kept_heads, tl.program_id(1) % kept_heads
     n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
-    query = tl.program_id(0) // key_tiles * TILE_Q + tl.arange(0, TILE_Q)
-    key = tl.program_id(0) % key_tiles * TILE_K + tl.arange(0, TILE_K)
+    rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, None, None
+    columns = k, v, k_steps, v_steps, None, None
+    first_query, first_key = tl.program_id(0) // key_tiles * TILE_Q, tl.program_id(0) % key_tiles * TILE_K
+    query, key = first_query + tl.arange(0, TILE_Q), first_key + tl.arange(0, TILE_K)
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for shared in range(summed_batch * summed_heads):
         b, h = first_b + shared // summed_heads, first_h + shared % summed_heads
         place = place_of(record, b, h, group)
         q_tile, d_out_tile, saved = load_queries(
-            rows, b, h, 0, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            rows, b, h, 0, first_query, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         k_tile, v_tile = load_keys(
-            columns, b, h // group, 0, key, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            columns, b, h // group, 0, first_key, n_k, turns, TILE_K, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         total += part_of(
             q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
@@ -141,7 +145,8 @@ def of_distances(
     """
     h, b = tl.program_id(1), tl.program_id(2)
     n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    rows, columns = (q, d_out, lse, delta, q_steps, d_out_steps, row_steps), (k, v, k_steps, v_steps)
+    rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, None, None
+    columns = k, v, k_steps, v_steps, None, None
     place = place_of(record, b, h, group)
     first = least + tl.program_id(0) * TILE  # the least distance of this program
     total = tl.zeros([TILE], tl.float32)
@@ -150,14 +155,13 @@ def of_distances(
     begin = tl.maximum(first, 0) // TILE
     end = tl.minimum(n_q, n_k + first + TILE)
     for tile in range(begin, tl.maximum(end + TILE - 1, 0) // TILE):
-        query = tile * TILE + row
-        key = tile * TILE - first - (TILE - 1) + across
+        first_key = tile * TILE - first - (TILE - 1)  # may be below 0
+        query, key = tile * TILE + row, first_key + across
         q_tile, d_out_tile, saved = load_queries(
-            rows, b, h, 0, query, n_q, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            rows, b, h, 0, tile * TILE, n_q, turns, TILE, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
-        key_row = tl.where(key < 0, n_k, key)  # a row that is not there, before the first as behind the last
         k_tile, v_tile = load_keys(
-            columns, b, h // group, 0, key_row, n_k, turns, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            columns, b, h // group, 0, first_key, n_k, turns, 2 * TILE, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         part = part_of(
             q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,

@@ -7,7 +7,7 @@ not mind the order of their columns, as long as both have the same. Numbers that
 import triton
 import triton.language as tl
 
-from tilewise.kernels.triton.source.tiles import load_rows, matrix, narrow, store_rows
+from tilewise.kernels.triton.source.tiles import among, load_tile, matrix, narrow, store_rows
 
 QUERIES: tl.constexpr = tl.constexpr(0)  # whose turns they are
 KEYS: tl.constexpr = tl.constexpr(1)
@@ -15,14 +15,14 @@ KEYS: tl.constexpr = tl.constexpr(1)
 
 @triton.jit
 def load_head(
-    x, steps, b, h, begin, row, n, turns, SIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    x, steps, map_, b, h, begin, first, n, turns, SIDE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Rows of a head of q or k, turned if there are pairs to turn. begin: where its sequence begins."""
-    rows = matrix(x, steps, b, h, begin)
     if PAIRS == 0:
-        tile = load_rows(rows, steps[2], row, n, WIDTH, PADDED)
+        tile = load_tile(x, steps, map_, b, h, begin, first, n, ROWS, WIDTH, PADDED)
     else:
+        rows, row = matrix(x, steps, b, h, begin), first + tl.arange(0, ROWS)
         tile = load_turned(rows, steps[2], row, n, turns[SIDE], b, begin, WIDTH, PADDED, PAIRS, INTERLEAVED)
     return tile
 
@@ -45,7 +45,7 @@ def load_turned(
     x, step, row, n, turn, b, begin, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    at, inside = x + row[:, None].to(tl.int64) * step, row[:, None] < n
+    at, inside = x + row[:, None].to(tl.int64) * step, among(row, n)[:, None]
     one, other = load_pairs(at, inside, WIDTH, PADDED, PAIRS, INTERLEAVED)
     cos, sin = angles_of(turn, b, begin + row, inside, PADDED, PAIRS)
     made = tl.join(one * cos - other * sin, other * cos + one * sin)

@@ -64,12 +64,29 @@ def narrow(x, TYPE: tl.constexpr):
 
 @triton.jit
 def load_rows(x, step, row, n, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Rows of a matrix, 0 beyond its last row and in columns up to a power of 2."""
-    column = tl.arange(0, PADDED)
+    """Rows of a matrix, 0 where it has none and in columns up to a power of 2."""
+    column, inside = tl.arange(0, PADDED), among(row, n)[:, None]
     at = x + row[:, None].to(tl.int64) * step + column[None, :]
     if WIDTH == PADDED:
-        return tl.load(at, mask=row[:, None] < n, other=0.0)
-    return tl.load(at, mask=(row[:, None] < n) & (column[None, :] < WIDTH), other=0.0)
+        return tl.load(at, mask=inside, other=0.0)
+    return tl.load(at, mask=inside & (column[None, :] < WIDTH), other=0.0)
+
+
+@triton.jit
+def among(row, n):
+    """Whether there are such rows: from 0, as a number below it is a large one without its sign, to n."""
+    return tl.cast(row, tl.uint32) < n
+
+
+@triton.jit
+def load_tile(x, steps, map_, b, h, begin, first, n, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of one head from `first` on, 0 where there are none. map_: of x, for a GPU's copy engine, or None."""
+    if map_ is not None:
+        tile = map_.load([b, h, begin + first, 0]).reshape(ROWS, PADDED)
+    else:
+        row = first + tl.arange(0, ROWS)
+        tile = load_rows(matrix(x, steps, b, h, begin), steps[2], row, n, WIDTH, PADDED)
+    return tile
 
 
 @triton.jit
