@@ -1,4 +1,4 @@
-"""`tilewise bench --gpu`: the CUDA kernels beside cuDNN, FlashAttention-4 and FlexAttention, and their targets."""
+"""`tilewise bench --gpu`: the GPU kernels beside cuDNN, FlashAttention-4 and FlexAttention, and their targets."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def _section(suite: Suite, options: dict[str, Any], name: str) -> Results | None
     from tilewise.bench.refusal import RefusedError
 
     section = SECTIONS[name]
+    options = {**options, "kernel": section.kernel or options["kernel"]}
     try:
         return suite.section(section, section.quick if options["quick"] else section.cases, options)
     except KeyboardInterrupt:
