@@ -228,6 +228,7 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     **{f"gpu-{name}": gpu_section_table(name) for name in gpu_suite.SECTIONS},
     "gpu-forward-picture": picture("gpu", "forward", "Forward: TFLOP/s beside the peers"),
     "gpu-variants-picture": picture("gpu", "variants", "Variants: TFLOP/s beside the peers"),
+    "gpu-triton-picture": picture("gpu", "triton", "Triton, forward: TFLOP/s beside FlexAttention"),
     "numpy": numpy_table,
 }
 
