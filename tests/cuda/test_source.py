@@ -221,6 +221,23 @@ def test_records_of_packed_sequences() -> None:
     assert all(x["n_runs"] > 0 for x in records)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("n", [512, 2048, 8192, 16384])
+def test_sections_fit_the_cache_and_the_last_hides_its_largest_tile(d: int, n: int) -> None:
+    """Causal, of as many tokens in all; 132 blocks at a time."""
+    shape = Shape(16384 // n, 2048 // d, 2048 // d, n, n, d, d, "bfloat16")
+    heads, blocks = shape.batch * shape.heads, 132
+    made = marshal.tables(Attention(1.0, tw.causal()), shape, Tile(128, 128), RUNGS["forward_sm90"])
+    section, sections = marshal._sections(shape, made, blocks)
+    last = heads - section * (sections - 1)
+    assert last > 0
+    assert section * n * 4 * d <= marshal._L2_SHARE
+    assert made.sizes is not None
+    assert last * made.sizes.sum() / blocks >= 1.5 * made.sizes.max()
+    full = marshal.tables(Attention(1.0), shape, Tile(128, 128), RUNGS["forward_sm90"])
+    assert marshal._sections(shape, full, blocks) == (1, heads)
+
+
 def test_records_follow_the_plan() -> None:
     """More query tiles and runs than are at hand, and a plan for each head."""
     mask = ((K // 40) % 2 == 0) & (K <= Q + 64 * H)

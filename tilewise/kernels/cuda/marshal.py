@@ -225,7 +225,8 @@ def launch(
     full.records = call.sequences
     full.record_batch, full.record_head = made.record_batch, made.record_head
     full.next_item = next_item
-    full.items, full.section = blocks(shape, made), _section(shape, made, at_once)
+    full.items = blocks(shape, made)
+    full.section, full.sections = _sections(shape, made, at_once)
     full.binary_scale = LOG2_E * (call.scale if spec.raw_scores else 1)
     return full  # type: ignore[no-any-return]
 
@@ -254,16 +255,20 @@ def refinement(call: Any, made: Tables, joins: bool) -> Structure:
     return full  # type: ignore[no-any-return]
 
 
-def _section(shape: Shape, made: Tables, at_once: int) -> int:
-    """How many heads take turns, their largest tiles first: so many that k and v stay in the cache, but enough for the
-    last section to hide its largest tile; sections are alike. Where all tiles are, one head after the other is best."""
-    sizes = made.sizes
+def _sections(shape: Shape, made: Tables, at_once: int) -> tuple[int, int]:
+    """How many heads take turns, their largest tiles first, and how many sections there are, the last with the rest.
+
+    So many heads that k and v stay in the cache. But the last section needs enough of them to hide its largest tile.
+    Where all tiles are alike one head after the other is best.
+    """
+    heads, sizes = max(1, shape.heads * shape.batch), made.sizes
     if sizes is None or np.all(sizes == sizes[0]):
-        return 1
-    by_cache = _L2_SHARE * shape.group // (2 * shape.n_k * (shape.d + shape.d_v))
+        return 1, heads
+    by_cache = max(1, _L2_SHARE * shape.group // (2 * shape.n_k * (shape.d + shape.d_v)))
     by_balance = math.ceil(1.5 * at_once * int(sizes.max()) / int(sizes.sum()))
-    heads = max(1, shape.heads * shape.batch)
-    return heads // math.ceil(heads / max(by_cache, by_balance))
+    before = max(0, heads - max(by_cache, by_balance))
+    count = math.ceil(before / by_cache)
+    return (heads, 1) if count == 0 else (before // count, count + 1)
 
 
 def tensor_maps(

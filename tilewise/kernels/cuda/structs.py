@@ -66,7 +66,7 @@ def launch_type(n_arrays: int) -> type[Structure]:
             ("records", c_void_p),
             *((name, c_int32) for name in ("record_batch", "record_head")),
             ("next_item", c_void_p),
-            *((name, c_int32) for name in ("items", "section")),
+            *((name, c_int32) for name in ("items", "section", "sections")),
             ("binary_scale", c_float),
         ]  # fmt: skip
 

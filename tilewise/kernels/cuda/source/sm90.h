@@ -22,7 +22,8 @@ struct Launch {  // as in ../structs.py
     const int* records;  // an Item for each query tile, those with the most key tiles first, but for the head
     int record_batch, record_head;  // steps between the records of batch indices and heads whose plans differ
     int* next_item;  // which item a block takes when it is done with one; 0 before and after
-    int items, section;  // query tiles of all heads; heads whose tiles are taken in turns, as their k and v fit L2
+    int items;  // query tiles of all heads
+    int section, sections;  // heads whose tiles are taken in turns; how many sections: the last takes the rest
     float binary_scale;  // what makes a score as it is kept a power of 2
 };
 

@@ -48,7 +48,7 @@ struct Scheduler {
     // Each lane copies a word of the record, and says so; what depends on the head is filled in.
     __device__ __forceinline__ void make_ready(int index) {
         const Params& params = launch.params;
-        const int all = launch.items / params.tiles, last = all / launch.section - 1;  // the last section takes the rest
+        const int all = launch.items / params.tiles, last = launch.sections - 1;
         const int section = min(index / (launch.section * params.tiles), last), before = section * launch.section;
         const int heads = section == last ? all - before : launch.section;
         const int rest = index - before * params.tiles, head = before + rest % heads;
