@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
 from tilewise.spec import Attention, Shape, Tile
-from tilewise.walking import nodes, variables
+from tilewise.walking import nodes, remembered, variables
 
 if TYPE_CHECKING:
     from tilewise.kernels.triton.tuning import Choice
@@ -40,9 +40,27 @@ class Held(NamedTuple):
     loops: int  # in which tiles pass by, each with room of its own
 
 
+class Sizes(NamedTuple):
+    """What of a call decides how much room it takes."""
+
+    d: int  # up to a power of 2
+    d_v: int
+    width: int  # bytes of a number
+    cells: int  # bytes that the variant reads for each score
+
+    @classmethod
+    def of(cls, spec: Attention, shape: Shape) -> Sizes:
+        return cls(power_of_2(shape.d), power_of_2(shape.d_v), _WIDTH[shape.dtype], _cells(spec))
+
+
 def fitted(choice: Choice, spec: Attention, shape: Shape, held: Held, limit: int) -> Choice:
     """The choice, or the nearest below it that fits: fewer stages first, then smaller tiles."""
-    while shared_bytes(choice, spec, shape, held) > limit:
+    return _fitted(choice, Sizes.of(spec, shape), held, limit)
+
+
+@cache
+def _fitted(choice: Choice, sizes: Sizes, held: Held, limit: int) -> Choice:
+    while _shared_bytes(choice, sizes, held) > limit:
         smaller = _smaller(choice, held)
         if smaller is None:
             return choice
@@ -51,15 +69,20 @@ def fitted(choice: Choice, spec: Attention, shape: Shape, held: Held, limit: int
 
 
 def shared_bytes(choice: Choice, spec: Attention, shape: Shape, held: Held) -> int:
+    return _shared_bytes(choice, Sizes.of(spec, shape), held)
+
+
+@cache
+def _shared_bytes(choice: Choice, sizes: Sizes, held: Held) -> int:
     """Rows of tiles, once of those that stay and in each stage of those that pass by, there with what the variant reads
     for every score; in float32 also scores on their way from one layout to another."""
-    tile, width = choice.tile, _WIDTH[shape.dtype]
+    tile, width = choice.tile, sizes.width
     stays, passes = (tile.q, tile.k) if held.by == "q" else (tile.k, tile.q)
-    both = (power_of_2(shape.d) + power_of_2(shape.d_v)) * width
-    stage = passes * both + tile.q * tile.k * _cells(spec)
+    both = (sizes.d + sizes.d_v) * width
+    stage = passes * both + tile.q * tile.k * sizes.cells
     moved = tile.q * tile.k * width if width == 4 else 0
     stages = held.loops * choice.stages if choice.stages > 1 else 1  # a single one is no loop's own
-    return stays * (both if held.both else power_of_2(shape.d) * width) + stages * stage + moved
+    return stays * (both if held.both else sizes.d * width) + stages * stage + moved
 
 
 def _smaller(choice: Choice, held: Held) -> Choice | None:
@@ -74,9 +97,11 @@ def _smaller(choice: Choice, held: Held) -> Choice | None:
 
 def _cells(spec: Attention) -> int:
     """Bytes that the variant reads from arrays for each pair of a query and a key."""
-    return sum(
-        _CELL.get(arrays.dtype_name(node.payload.array), 4) for node in nodes(*spec.expressions) if _of_pairs(node)
-    )
+    return sum(remembered(expr, "bytes of pairs", _cells_of) for expr in spec.expressions)
+
+
+def _cells_of(expr: Expr) -> int:
+    return sum(_CELL.get(arrays.dtype_name(node.payload.array), 4) for node in nodes(expr) if _of_pairs(node))
 
 
 def _of_pairs(node: Expr) -> bool:

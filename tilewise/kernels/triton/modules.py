@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from tilewise.expr import Expr
+from tilewise.expr import Expr, Loaded
 from tilewise.kernels import disk
 from tilewise.kernels.triton.ops import function
 from tilewise.sharing import Lock
 from tilewise.spec import Attention
+from tilewise.walking import loads, remembered
 
 _OPERATIONS = Path(__file__).with_name("source") / "operations.py"
 _lock = Lock()
@@ -30,8 +31,16 @@ def is_interpreted() -> bool:
 def variant(spec: Attention, extra: dict[str, Expr] | None = None) -> ModuleType | None:
     """The functions of a variant: `mask` and `score` where it has them, and what `extra` names."""
     named = {"score": spec.score, "mask": spec.mask, **(extra or {})}
-    texts = [function(name, expr, spec.loaded) for name, expr in named.items() if expr is not None]
-    return _module("\n\n".join([_operations(), *texts])) if texts else None
+    slots = spec.loaded
+    texts = tuple(_function(name, expr, slots) for name, expr in named.items() if expr is not None)
+    return _module(texts) if texts else None
+
+
+def _function(name: str, expr: Expr, slots: list[Loaded]) -> str:
+    """Written once for an expression whose arrays have these places among all."""
+    places = {id(slot.array): i for i, slot in enumerate(slots)}
+    own = tuple(places[id(slot.array)] for slot in loads(expr))
+    return remembered(expr, ("triton", name, own), lambda expr: function(name, expr, slots))
 
 
 @cache
@@ -40,7 +49,8 @@ def _operations() -> str:
 
 
 @cache
-def _module(text: str) -> ModuleType:
+def _module(texts: tuple[str, ...]) -> ModuleType:
+    text = "\n\n".join([_operations(), *texts])
     digest = hashlib.sha256(text.encode()).hexdigest()[:32]
     path, name = disk.user_cache("triton").text(f"{digest}.py", text), f"{__package__}.variant_{digest}"
     with _lock:
