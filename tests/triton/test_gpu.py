@@ -1,0 +1,243 @@
+"""Training and serving on a GPU: PyTorch's operator over Triton's kernels, and what is built on it (make test-gpu)."""
+
+from __future__ import annotations
+
+import copy
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import tilewise as tw
+from tilewise import validate, wire
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from tilewise.nn import MultiHeadAttention  # noqa: E402 - only with both of them
+from tilewise.pytorch.operator import attention  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+
+DEVICE = "cuda"
+OPTIONS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "full": lambda draw: {},
+    "causal": lambda draw: {"causal": True},
+    "window, softcap": lambda draw: {"mask": tw.window(20), "score": tw.softcap(5.0)},
+    "bias": lambda draw: {"score": tw.bias(draw(4, 100, 100), grad=True)},
+    "bias of all": lambda draw: {"score": tw.bias(draw(100, 100), grad=True)},
+    "slopes": lambda draw: {"causal": True, "score": tw.alibi(draw(4), grad=True)},
+    "t5": lambda draw: {"score": tw.t5(draw(32, 4), grad=True)},
+    "sinks": lambda draw: {"causal": True, "sinks": draw(4)},
+    "rope": lambda draw: {"causal": True, "rope": tw.Rope()},
+}
+
+
+class Drawing:
+    """Random numbers that remember themselves: what is drawn on the GPU has a twin in float64 on the CPU."""
+
+    def __init__(self, dtype: Any) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._dtype = dtype
+        self.here: list[Any] = []
+        self.there: list[Any] = []
+
+    def __call__(self, *shape: int, dtype: Any = torch.float32) -> Any:
+        x = torch.randn(shape, generator=self._generator).to(dtype)
+        self.there.append(x.double().requires_grad_())
+        self.here.append(x.to(DEVICE).requires_grad_())
+        return self.here[-1]
+
+    def inputs(self, n: int = 100, heads_k: int = 2, d: int = 32) -> list[Any]:
+        return [self(2, heads, n, d, dtype=self._dtype) for heads in (4, heads_k, heads_k)]
+
+
+def _twin(options: Callable[[Any], dict[str, Any]], drawing: Drawing) -> dict[str, Any]:
+    """The same options over the twins."""
+    left = iter(drawing.there[3:])
+    return options(lambda *shape: next(left))
+
+
+def _off(found: Any, want: Any) -> float:
+    found, want = found.detach().cpu().double(), want.detach().double()
+    return float((found - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("kernel", ["triton", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gradients_of_everything_are_the_cpus(name: str, dtype: Any, kernel: str) -> None:
+    drawing = Drawing(dtype)
+    q, k, v = drawing.inputs()
+    d_out = torch.randn(2, 4, 100, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = tw.attention(q, k, v, kernel=kernel, **OPTIONS[name](drawing))
+    out.backward(d_out.to(DEVICE))
+    want = tw.attention(*drawing.there[:3], **_twin(OPTIONS[name], drawing))
+    want.backward(d_out.double())
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert _off(out, want) < limit
+    for i, (here, there) in enumerate(zip(drawing.here, drawing.there, strict=True)):
+        assert here.grad.dtype == here.dtype
+        assert _off(here.grad, there.grad) < (limit if i < 3 else 5 * limit)  # sums of many terms of either sign
+
+
+def test_packed_sequences_have_gradients() -> None:
+    drawing = Drawing(torch.bfloat16)
+    q, k, v = (drawing(90, 4, 32, dtype=torch.bfloat16) for _ in range(3))
+    lengths = [0, 40, 40, 90]
+    tw.attention_varlen(q, k, v, lengths, lengths, causal=True, kernel="triton").sum().backward()
+    tw.attention_varlen(*drawing.there, lengths, lengths, causal=True).sum().backward()
+    assert all(_off(x.grad, y.grad) < 2e-2 for x, y in zip(drawing.here, drawing.there, strict=True))
+
+
+def test_the_same_gradients_have_the_same_bits() -> None:
+    """No sum's order is left to chance."""
+    found = []
+    for _ in range(2):
+        drawing = Drawing(torch.bfloat16)
+        out = tw.attention(*drawing.inputs(700), kernel="triton", score=tw.bias(drawing(700, 700), grad=True))
+        out.float().square().sum().backward()
+        found.append([x.grad for x in drawing.here])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own: it looks at tensors that are no leaves
+@pytest.mark.parametrize("name", ["full", "bias", "sinks"])
+def test_opcheck(name: str) -> None:
+    drawing = Drawing(torch.float32)
+    call = validate.outline(*drawing.inputs(), **OPTIONS[name](drawing))
+    line, given = wire.encode(call.spec, "triton")
+    torch.library.opcheck(attention, (call.q, call.k, call.v, list(given), call.spec.sinks, line))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = Drawing(torch.float32).inputs()
+    (first,) = torch.autograd.grad(tw.attention(q, k, v, kernel="triton").sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        first.sum().backward()
+
+
+def test_it_is_compiled_whole_and_once_for_marked_lengths() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(q: Any, k: Any, v: Any) -> Any:
+        return tw.attention(q * 1, k, v, causal=True, kernel="triton").square().sum()
+
+    for n in (100, 117, 130):
+        q, k, v = (x.detach().requires_grad_() for x in Drawing(torch.bfloat16).inputs(n))
+        for x in (q, k, v):
+            torch._dynamo.mark_dynamic(x, 2)
+        step(q, k, v).backward()
+        want = q.grad.clone()
+        q.grad = None
+        tw.attention(q, k, v, causal=True, kernel="triton").square().sum().backward()
+        assert _off(want, q.grad.cpu()) < 1e-2
+    assert counter.frame_count == 1
+
+
+def test_a_training_step_in_a_graph() -> None:
+    """Forward and backward, captured together and replayed on other numbers."""
+    drawing = Drawing(torch.bfloat16)
+    q, k, v = drawing.inputs()
+    bias = drawing(100, 100)
+
+    def step() -> list[Any]:
+        out = tw.attention(q, k, v, causal=True, score=tw.bias(bias, grad=True), kernel="triton")
+        return list(torch.autograd.grad(out.float().square().sum(), (q, k, v, bias)))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            q.copy_(torch.randn_like(q))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip([x.clone() for x in found], step(), strict=True))
+
+
+def test_autocast_is_as_in_sdpa() -> None:
+    q, k, v = (x.detach() for x in Drawing(torch.float32).inputs(heads_k=4))
+    with torch.autocast("cuda", torch.bfloat16):
+        out = tw.attention(q, k, v, causal=True, kernel="triton")
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert out.dtype == want.dtype == torch.bfloat16
+    assert _off(out, want.cpu()) < 1e-2
+
+
+@pytest.mark.parametrize("rope", [None, tw.Rope()], ids=["plain", "rope"])
+def test_a_module_and_its_cache(rope: tw.Rope | None) -> None:
+    """On the GPU as on the CPU; and words that come one by one give what all at once give."""
+    torch.manual_seed(0)
+    there = MultiHeadAttention(64, 4, heads_k=2, rope=rope, causal=True)
+    here = copy.deepcopy(there).to(DEVICE)
+    x = torch.randn(2, 50, 64)
+    want, got = there(x), here(x.to(DEVICE))
+    assert _off(got, want) < 1e-4
+    got.square().sum().backward()
+    want.square().sum().backward()
+    for a, b in zip(here.parameters(), there.parameters(), strict=True):
+        assert _off(a.grad, b.grad) < 1e-4
+    with torch.no_grad():
+        cache = here.new_cache(2, 64)
+        parts = [here(x[:, i : i + 1].to(DEVICE), cache=cache) for i in range(50)]
+    assert _off(torch.cat(parts, 1), want) < 1e-4
+
+
+def test_a_fused_projection_has_gradients() -> None:
+    drawing = Drawing(torch.float32)
+    x, w, b = drawing(2, 70, 64), drawing(64, 128), drawing(128)
+    sum(y.square().sum() for y in tw.fused_qkv_projection(x, w, b, heads=4, heads_k=2, rope=tw.Rope())).backward()
+    twins = tw.fused_qkv_projection(*drawing.there, heads=4, heads_k=2, rope=tw.Rope())
+    sum(y.square().sum() for y in twins).backward()
+    assert all(_off(a.grad, c.grad) < 1e-5 for a, c in zip(drawing.here, drawing.there, strict=True))
+
+
+def test_gradients_are_shared_between_processes() -> None:
+    """DistributedDataParallel hooks into the gradients, as soon as each is there."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        plain = MultiHeadAttention(64, 4, causal=True).to(DEVICE)
+        wrapped = DistributedDataParallel(copy.deepcopy(plain))
+        x = torch.randn(2, 50, 64, device=DEVICE)
+        for module in (plain, wrapped):
+            module(x).square().sum().backward()
+        for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_tuning_finds_choices_that_calls_then_take(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise import cli
+    from tilewise.kernels.triton import tuned
+
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    tuned.choices.cache_clear()
+    try:
+        assert cli.main(["tune", "--d", "64"]) == 0
+        assert set(tuned.choices(f"{DEVICE}:0")) >= {"forward", "d_query", "d_keys"}
+        drawing = Drawing(torch.bfloat16)
+        out = tw.attention(*drawing.inputs(d=64), kernel="triton")
+        assert _off(out, tw.attention(*drawing.there)) < 1e-2
+    finally:
+        tuned.choices.cache_clear()
