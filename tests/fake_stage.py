@@ -19,7 +19,7 @@ MACHINE = {
     "torch_threads": 1, "gpu": "Fake H200", "cuda": "13.0", "cudnn": 91000, "driver": "580", "power_limit_w": "700",
     "max_sm_mhz": "1980", "max_memory_mhz": "3201", "versions": {"triton": "3.6.0", "flash-attn-4": None},
 }  # fmt: skip
-LIMITS = {"matmul_tflops": 700.0, "copy_gbs": 4000.0, "exp_gops": 3500.0}
+LIMITS = {"matmul_tflops": 700.0, "copy_gbs": 4000.0, "read_gbs": 4000.0, "exp_gops": 3500.0}
 broken: list[str] = []  # who broke the device
 
 

@@ -33,11 +33,14 @@ def made_up(name: str, ratio: Ratio = lambda case, peer: 1.5, without: tuple[str
                 record.update(status="cannot express", reason="it has none")
             else:
                 faster = 1.0 if record["ours"] else ratio(case, who)
-                ms = case.flops / 500e9 * faster
+                ms = (case.read_bytes / 3600e6 if case.queries else case.flops / 500e9) * faster
                 record.update(
                     median_ms=ms, rounds_ms=[0.99 * ms, ms, 1.02 * ms], spread=0.03, how="graph", calls=5, error=0.002
                 )
                 record["tflops"] = None if section.host else case.flops / ms / 1e9
+                if case.queries:
+                    record["gbs"] = case.read_bytes / ms / 1e6
+                    record["read_fraction"] = record["gbs"] / fakes.LIMITS["read_gbs"]
                 record["fraction"] = None if section.host else record["tflops"] / fakes.LIMITS["matmul_tflops"]
             made.append(record)
         stage.compare(made)

@@ -57,7 +57,7 @@ def test_the_sections_are_what_the_command_offers() -> None:
     assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
         "forward": 36, "stress": 8, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
-        "triton": 18, "backward": 22, "launch": 1,
+        "triton": 18, "backward": 22, "decode": 3, "launch": 1,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -148,6 +148,17 @@ def test_the_gradient_of_a_bias_is_a_sum_over_all_heads() -> None:
     assert expected.error((*others, d_bias)) < ALLOWED
     assert expected.error((*others, 1.1 * d_bias)) > ALLOWED
     assert expected.error((*others, d_bias * float("nan"))) == float("inf")
+
+
+def test_decoding_reads_a_cache() -> None:
+    """The CPU engine's, with pages and without, beside standard attention of the last query."""
+    case = Case("full", 192, 16, group=2, tokens=384, hidden=64, queries=1)
+    found = measure(case, "tilewise cpu", "tilewise cpu paged", "tests.fake_stage:right", "tests.fake_stage:off")
+    statuses = {name: r["status"] for name, r in found.items()}
+    assert statuses == {"tilewise cpu": "ok", "tilewise cpu paged": "ok", "right": "ok", "off": "wrong"}
+    assert case.read_bytes == 2 * 2 * 2 * 192 * 16 * 2
+    assert case.flops == 4 * 16 * 4 * 192 * 2
+    assert all(r["gbs"] == pytest.approx(case.read_bytes / r["median_ms"] / 1e6) for r in found.values())
 
 
 def test_a_bias_gradient_has_peers_of_its_own() -> None:

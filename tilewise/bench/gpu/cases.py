@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from tilewise.bench.problem import CAP, DOCUMENTS
+from tilewise.schedule import itemsize
 from tilewise.variants.alibi import alibi, published_slopes
 from tilewise.variants.bias import bias
 from tilewise.variants.causal import causal
@@ -37,6 +38,7 @@ class Case:
     inputs: str = "normal"
     packed: str = ""  # sequences behind each other, one call for all: "equal" or "ragged" lengths
     backward: bool = False  # the gradients alone, of inputs for which forward was called
+    queries: int = 0  # of each sequence, over a cache of n keys; 0: as many as keys, and no cache
     tokens: int = TOKENS
     hidden: int = HIDDEN
 
@@ -65,14 +67,20 @@ class Case:
         """The products over the visible pairs, the same count for everyone: two of forward, five of backward, however
         often a kernel computes them. Causal counts half of full."""
         products = 5 if self.backward else 2
-        return 2 * products * self.d * self.heads * sum(map(VARIANTS[self.variant].pairs, self.lengths))
+        pairs = sum(map(VARIANTS[self.variant].pairs, self.lengths)) * (self.queries / self.n if self.queries else 1)
+        return 2 * products * self.d * self.heads * pairs
+
+    @property
+    def read_bytes(self) -> int:
+        """k and v, once."""
+        return 2 * self.batch * self.heads_k * self.n * self.d * itemsize(DTYPE)
 
     def describe(self) -> dict[str, Any]:
         """The case's part of a record."""
         return {
             "variant": self.variant, "n": self.n, "d": self.d, "batch": self.batch, "heads": self.heads,
             "heads_k": self.heads_k, "inputs": self.inputs, "packed": self.packed, "backward": self.backward,
-            "dtype": DTYPE, "flops": self.flops,
+            "queries": self.queries, "dtype": DTYPE, "flops": self.flops,
         }  # fmt: skip
 
 
@@ -209,6 +217,8 @@ def draw(case: Case, seed: int, device: str, extras: Extras | None = None) -> In
         return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, DTYPE))
 
     q, k, v = (normal(*_shape(case, heads)) for heads in (case.heads, case.heads_k, case.heads_k))
+    if case.queries:
+        q = q[:, :, : case.queries].contiguous()
     q, k = _INPUTS[case.inputs](q, k)
     lengths = None
     if case.packed:

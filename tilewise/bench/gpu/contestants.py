@@ -14,11 +14,13 @@ from tilewise.bench.contestants import OURS
 from tilewise.bench.gpu.cases import VARIANTS, Case, Inputs
 from tilewise.bench.process import load
 from tilewise.bench.refusal import RefusedError
+from tilewise.cache import Cache, KVCache, PagedKVCache
 
 CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention-4", "FlexAttention"
 SDPA, SDPA_CUDNN, SDPA_FLASH = "torch sdpa", "torch sdpa cudnn", "torch sdpa flash"
 EFFICIENT = "torch sdpa efficient"
-DENSE, NO_GRAD = " dense", " no_grad"  # what follows the name of ours
+DENSE, NO_GRAD, PAGED = " dense", " no_grad", " paged"  # what follows the name of ours
+PAGE = 64  # keys
 
 Call = Callable[[], Any]
 Sets = Sequence[Inputs]
@@ -74,7 +76,9 @@ def find(name: str) -> Contestant:
 
 
 def _ours(name: str) -> Contestant:
-    kernel = name.removeprefix(OURS).removesuffix(DENSE).removesuffix(NO_GRAD)
+    kernel = name.removeprefix(OURS).removesuffix(DENSE).removesuffix(NO_GRAD).removesuffix(PAGED)
+    if name.endswith(PAGED):
+        return Contestant(name, partial(_enter_paged, kernel), partial(_unavailable, kernel), ours=True)
     if name.endswith(DENSE):  # stands beside the packed call as its peer
         return Contestant(name, partial(_enter_dense, kernel), partial(_unavailable, kernel))
     enter = _enter_without_gradients if name.endswith(NO_GRAD) else _enter_ours
@@ -92,9 +96,25 @@ def _unavailable(kernel: str) -> str | None:
 
 def _enter_ours(kernel: str, case: Case, sets: Sets) -> Entry:
     options = {**VARIANTS[case.variant].options(case, sets[0].extras), "kernel": kernel}
+    if case.queries:
+        return _decoding([KVCache.like(x.k, x.v, capacity=case.n) for x in sets], sets, options)
     if case.packed:
         return Entry([partial(api.attention_varlen, x.q, x.k, x.v, x.lengths, x.lengths, **options) for x in sets])
     return Entry([partial(api.attention, x.q, x.k, x.v, **options) for x in sets])
+
+
+def _enter_paged(kernel: str, case: Case, sets: Sets) -> Entry:
+    """Pages of all sequences, in the order in which keys came."""
+    pages = case.batch * -(-case.n // PAGE)
+    caches = [PagedKVCache.like(x.k, x.v, pages=pages, page_size=PAGE) for x in sets]
+    return _decoding(caches, sets, {**VARIANTS[case.variant].options(case, sets[0].extras), "kernel": kernel})
+
+
+def _decoding(caches: Sequence[Cache], sets: Sets, options: dict[str, Any]) -> Entry:
+    """A step of each sequence, over caches that are filled before."""
+    for cache, x in zip(caches, sets, strict=True):
+        cache.append(x.k, x.v)
+    return Entry([partial(api.decode, x.q, cache, **options) for cache, x in zip(caches, sets, strict=True)])
 
 
 def _enter_dense(kernel: str, case: Case, sets: Sets) -> Entry:

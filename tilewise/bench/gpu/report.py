@@ -25,7 +25,7 @@ def section(name: str, results: Results) -> str:
 
 def table_of(name: str, results: Results) -> Table:
     """The head and the rows of a section's table, for the terminal and for the pages."""
-    made: Callable[[list[Record]], Table] = {"ladder": _ladder, "launch": _launch}.get(name, _speeds)
+    made: Callable[[list[Record]], Table] = {"ladder": _ladder, "decode": _decode, "launch": _launch}.get(name, _speeds)
     return made(results["records"])
 
 
@@ -46,6 +46,7 @@ def notes(name: str, results: Results) -> list[str]:
 _UNITS = {
     "forward": "TFLOP/s; the ratio is our speed over the best peer's.",
     "ladder": "Limits: products, exponentials, or q, k, v and out once, at the rates that were measured.",
+    "decode": "GB/s of k and v; the share is ours of the measured read rate, and the ratio to the best peer.",
     "launch": "Microseconds until a call returns.",
 }
 
@@ -107,6 +108,19 @@ def _limit(r: Record) -> str:
 
 def _size(count: float | None) -> str:
     return "-" if count is None else size(count)
+
+
+def _decode(records: list[Record]) -> Table:
+    names = list(dict.fromkeys(r["contestant"] for r in records))
+    rows = []
+    for case in cases(records):
+        by_name = {r["contestant"]: r for r in case}
+        ours = next(r for r in case if r["ours"])
+        share = "-" if ours["read_fraction"] is None else f"{ours['read_fraction']:.0%}"
+        ratio = "-" if ours["ratio"] is None else f"{ours['ratio']:.2f}x"
+        rates = [f"{r['gbs']:.0f}" if r["status"] == "ok" else r["status"] for r in map(by_name.get, names) if r]
+        rows.append((f"batch {case[0]['batch']}, {case[0]['n']} keys", *rates, share, ratio))
+    return ("", *names, "of the read rate", "ratio"), rows
 
 
 def _launch(records: list[Record]) -> Table:

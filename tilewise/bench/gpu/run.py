@@ -53,6 +53,7 @@ class Suite:
             records += self._case(case, who, section.host)
         for record in records:
             record["fraction"] = _share(record["tflops"], limits["matmul_tflops"])
+            record["read_fraction"] = _share(record["gbs"], limits["read_gbs"])
         if section.name == "ladder":
             self.say("ladder: counting bytes")
             climb(records, cases, limits)

@@ -17,8 +17,8 @@ from tilewise.bench.refusal import RefusedError, public, refusal
 
 Record = dict[str, Any]
 NUMBERS = (
-    "how", "calls", "median_ms", "rounds_ms", "spread", "tflops", "fraction", "error", "ratio", "ratios",
-    "plan_bytes", "limits_ms", "dram_bytes", "l2_bytes", "traffic_reason",
+    "how", "calls", "median_ms", "rounds_ms", "spread", "tflops", "fraction", "gbs", "read_fraction", "error", "ratio",
+    "ratios", "plan_bytes", "limits_ms", "dram_bytes", "l2_bytes", "traffic_reason",
 )  # fmt: skip
 
 
@@ -114,6 +114,7 @@ def _numbers(case: Case, loop: Loop, seconds: list[float], error: float) -> Reco
         "how": loop.how, "calls": loop.calls, "median_ms": middle * 1e3, "rounds_ms": [x * 1e3 for x in seconds],
         "spread": (max(seconds) - min(seconds)) / middle,
         "tflops": None if loop.how == timing.HOST else case.flops / middle / 1e12,
+        "gbs": case.read_bytes / middle / 1e9 if case.queries else None,
         "error": error if math.isfinite(error) else None,  # JSON has no infinity
     }  # fmt: skip
     if error > ALLOWED:

@@ -13,6 +13,7 @@ from tilewise.bench.gpu.contestants import (
     FLASH,
     FLEX,
     NO_GRAD,
+    PAGED,
     SDPA,
     SDPA_CUDNN,
     SDPA_FLASH,
@@ -48,6 +49,8 @@ class Section:
             return [f"{OURS}{KERNEL}/{rung}" for rung in RUNGS]
         if self.name == "varlen":
             return [ours, ours + DENSE] if case.packed == "equal" else [ours]
+        if self.name == "decode":
+            return [ours, ours + PAGED, *self.peers]
         mine = [ours, ours + NO_GRAD] if self.host else [ours]
         return [*mine, *(peer for peer in self.peers if self._is_asked(peer, case))]
 
@@ -77,6 +80,10 @@ _VARLEN = tuple(
 _BACKWARD = tuple(
     replace(case, backward=True)
     for case in (*_grid(_MASKS, (64, 128, 256), TRITON_LENGTHS), *_grid(("bias",), (64, 128), (1024, 4096)))
+)
+_DECODE = tuple(
+    Case("full", n, 128, group=4, tokens=n * batch, hidden=4096, queries=1)
+    for batch, n in ((1, 65536), (16, 8192), (64, 4096))
 )
 _LAUNCH = (Case("causal", 128, 64, tokens=128, hidden=1024),)
 
@@ -137,6 +144,14 @@ SECTIONS = {
             _BACKWARD,
             tuple(case for case in _BACKWARD if case.n == 4096),
             (FLEX, CUDNN, EFFICIENT),
+            kernel=TRITON,
+        ),
+        Section(
+            "decode",
+            "a query over a cache larger than L2, 32 heads on 8",
+            _DECODE,
+            _DECODE[:1],
+            (CUDNN, SDPA_FLASH),
             kernel=TRITON,
         ),
         Section(

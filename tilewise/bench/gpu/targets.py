@@ -21,6 +21,7 @@ GQA = 1.0
 PACKING = 1.05  # times the time of the same sequences as a batch
 TRITON = (1.10, 1.00)  # to FlexAttention: the mean, and no case below
 BIAS_GRADIENT = 3.0
+READING = 0.85  # of the rate at which memory is read
 LAUNCH = 1.5  # times that of PyTorch's own attention
 
 
@@ -76,6 +77,15 @@ def _backward(records: list[Record]) -> Iterator[Check]:
         yield _to_peer(f"triton, gradient of a bias: slowest case to {peer}", biased, peer, BIAS_GRADIENT)
 
 
+def _decode(records: list[Record]) -> Iterator[Check]:
+    for name in dict.fromkeys(r["contestant"] for r in records):
+        share = Check(f"decode, {name}: least share of the read rate", READING, percent=True)
+        chosen = [r for r in records if r["contestant"] == name]
+        yield valued(share, chosen, lambda r: r["read_fraction"], min, "no number")
+    single = [r for r in records if r["batch"] == 1]
+    yield _to_peer("decode, one sequence: to cuDNN", single, CUDNN, 1.0)
+
+
 def _beside_flex(what: str, records: list[Record]) -> Iterator[Check]:
     mean, least = TRITON
     yield _to_peer(f"{what}: geometric mean to {FLEX}", records, FLEX, mean, geometric_mean)
@@ -118,5 +128,5 @@ def _to_peer(
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
     "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
-    "backward": _backward, "launch": _launch,
+    "backward": _backward, "decode": _decode, "launch": _launch,
 }  # fmt: skip
