@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch")
 from tests import fake_stage as fakes  # noqa: E402
 from tests.gpu_results import OUR, made_up  # noqa: E402
 from tilewise import cli  # noqa: E402
-from tilewise.bench.gpu import cases, contestants, limits, report, run, suite, targets, timing, traffic  # noqa: E402
+from tilewise.bench.gpu import cases, contestants, counters, limits, report, run, suite, targets, timing  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
 from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
 from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients  # noqa: E402
@@ -54,10 +54,10 @@ def _working_device() -> Any:
 
 def test_the_sections_are_what_the_command_offers() -> None:
     assert tuple(suite.SECTIONS) == command.GPU_SECTIONS
-    assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder"}
+    assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
         "forward": 36, "stress": 8, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
-        "triton": 18, "backward": 22, "decode": 3, "launch": 1,
+        "units": 6, "triton": 18, "backward": 22, "decode": 3, "launch": 1,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -434,7 +434,7 @@ def test_results_of_another_suite_are_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_importing_the_suite_needs_neither_torch_nor_a_gpu() -> None:
-    modules = "cases, contestants, limits, plot, report, run, stage, suite, targets, timing, traffic"
+    modules = "cases, contestants, counters, limits, plot, report, run, stage, suite, targets, timing"
     code = f"import sys; from tilewise.bench.gpu import {modules}; print({{'torch', 'triton'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -480,32 +480,47 @@ a line that the program printed
 """
 
 
-def test_bytes_are_counted_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = traffic.parsed(COUNTED)
-    assert found == [{traffic.DRAM: 1000.0, traffic.L2: 5000.0}, {traffic.DRAM: 2010.5, traffic.L2: 7020.0}]
-    assert traffic.parsed("==ERROR== no permission") == []
+def test_launches_are_counted_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = counters.parsed(COUNTED)
+    assert [[launch[counters.L2] for launch in call] for call in found] == [[5000.0], [20.0, 7000.0]]
+    assert counters.parsed("==ERROR== no permission") == []
     asked: list[list[str]] = []
 
     def answer(command: list[str], **options: Any) -> Any:
         asked.append(command)
         return subprocess.CompletedProcess(command, 0, COUNTED, "==ERROR== ERR_NVGPUCTRPERM")
 
-    monkeypatch.setattr(traffic.shutil, "which", lambda name: name)
-    monkeypatch.setattr(traffic.subprocess, "run", answer)
+    monkeypatch.setattr(counters.shutil, "which", lambda name: name)
+    monkeypatch.setattr(counters.subprocess, "run", answer)
     play = (OUR, small("full"))
-    assert traffic.measured([play, play]) == found
-    assert traffic.measured([play]) == "ncu counted 2 of 1 calls: ==ERROR== ERR_NVGPUCTRPERM"
+    assert counters.traffic([play, play]) == [
+        {counters.DRAM: 1000.0, counters.L2: 5000.0}, {counters.DRAM: 2010.5, counters.L2: 7020.0},
+    ]  # fmt: skip
+    assert counters.traffic([play]) == "ncu counted 2 of 1 calls: ==ERROR== ERR_NVGPUCTRPERM"
     code = asked[0][-1]
     names: dict[str, Any] = {}
     exec(code.split(";")[0], names)  # what its process is told can be read there
     assert eval(re.search(r"play\((.*)\)$", code)[1], names) == [play, play]  # type: ignore[index]
-    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
-    assert traffic.measured([play]) == "ncu (Nsight Compute) is not on PATH"
+    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
+    assert counters.traffic([play]) == "ncu (Nsight Compute) is not on PATH"
+
+
+def test_busy_units_are_those_of_the_longest_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = [
+        {counters.TENSOR: share, counters._TIME: time} for share, time in ((10.0, 5.0), (70.0, 90.0), (20.0, 3.0))
+    ]
+    monkeypatch.setattr(counters, "_counted", lambda plays, metrics: [launches])
+    assert counters.busy([(OUR, small("full"))]) == [launches[1]]
+    results = made_up("units", without=(FLASH,))
+    shares = {counters.TENSOR: 67.0, counters.EXPONENTIALS: 66.0, counters.ISSUE: 50.0}
+    monkeypatch.setattr(counters, "busy", lambda plays: [shares for _ in plays])
+    run.watch(results["records"], suite.SECTIONS["units"].cases)
+    assert re.search(r"tilewise cuda, full, d 64, n 4096, x64 +500 +67% +66% +50%", report.section("units", results))
 
 
 def test_the_ladder_tells_bytes_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     results = made_up("ladder", without=(f"{OUR}/forward_sm90",))
-    monkeypatch.setattr(traffic, "measured", lambda plays: [{traffic.DRAM: 1e6, traffic.L2: 2e6} for _ in plays])
+    monkeypatch.setattr(counters, "traffic", lambda plays: [{counters.DRAM: 1e6, counters.L2: 2e6} for _ in plays])
     results["records"][0].update(status="failed", reason="it broke")
     run.climb(results["records"], suite.SECTIONS["ladder"].cases, fakes.LIMITS)
     failed, tiled = results["records"][:2]
@@ -516,6 +531,6 @@ def test_the_ladder_tells_bytes_and_limits(monkeypatch: pytest.MonkeyPatch) -> N
     assert tiled["limits_ms"]["exp"] == pytest.approx(16384 * 1024 * 32 / 3500e9 * 1e3)
     text = report.section("ladder", results)
     assert "(matrix)" in text and "977 KiB" in text
-    monkeypatch.setattr(traffic, "measured", lambda plays: "no ncu")
+    monkeypatch.setattr(counters, "traffic", lambda plays: "no ncu")
     run.climb(results["records"], suite.SECTIONS["ladder"].cases, fakes.LIMITS)
-    assert tiled["traffic_reason"] == "no ncu"
+    assert tiled["counters_reason"] == "no ncu"

@@ -30,7 +30,19 @@ FULL_SWEEP = {
 }  # fmt: skip
 QUICK_SWEEP = {**FULL_SWEEP, "n": "256,1024", "variants": "causal", "heads": "2", "repeat": "5", "budget": "0.5"}
 CPU_SECTIONS = ("forward", "half", "training", "decode", "window", "memory")
-GPU_SECTIONS = ("forward", "stress", "variants", "gqa", "varlen", "ladder", "triton", "backward", "decode", "launch")
+GPU_SECTIONS = (
+    "forward",
+    "stress",
+    "variants",
+    "gqa",
+    "varlen",
+    "ladder",
+    "units",
+    "triton",
+    "backward",
+    "decode",
+    "launch",
+)
 _CPU_HELP = f"the CPU engine's suite, with its targets: {', '.join(CPU_SECTIONS)}, or all of them"
 _GPU_HELP = f"the GPU kernels' suite, with its targets: {', '.join(GPU_SECTIONS)}, or all of them"
 

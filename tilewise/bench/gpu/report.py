@@ -25,7 +25,12 @@ def section(name: str, results: Results) -> str:
 
 def table_of(name: str, results: Results) -> Table:
     """The head and the rows of a section's table, for the terminal and for the pages."""
-    made: Callable[[list[Record]], Table] = {"ladder": _ladder, "decode": _decode, "launch": _launch}.get(name, _speeds)
+    made: Callable[[list[Record]], Table] = {
+        "ladder": _ladder,
+        "units": _units,
+        "decode": _decode,
+        "launch": _launch,
+    }.get(name, _speeds)
     return made(results["records"])
 
 
@@ -46,6 +51,7 @@ def notes(name: str, results: Results) -> list[str]:
 _UNITS = {
     "forward": "TFLOP/s; the ratio is our speed over the best peer's.",
     "ladder": "Limits: products, exponentials, or q, k, v and out once, at the rates that were measured.",
+    "units": "Cycles in which a unit is busy, of all: by Nsight Compute, at the clock that it holds.",
     "decode": "GB/s of k and v; the share is ours of the measured read rate, and the ratio to the best peer.",
     "launch": "Microseconds until a call returns.",
 }
@@ -95,6 +101,19 @@ def _rung(r: Record) -> tuple[str, ...]:
     share = "-" if r["fraction"] is None else f"{r['fraction']:.1%}"
     counted = (_size(r[field]) for field in ("plan_bytes", "l2_bytes", "dram_bytes"))
     return name, f"{r['median_ms']:.3f}", f"{r['tflops']:.1f}", share, _limit(r), *counted
+
+
+def _units(records: list[Record]) -> Table:
+    head = ("", "TFLOP/s", "tensor cores", "exponentials", "instructions issued")
+    return head, [_busy(r) for r in records]
+
+
+def _busy(r: Record) -> tuple[str, ...]:
+    name = f"{r['contestant']}, {title(r)}"
+    if r["status"] != "ok":
+        return name, r["status"], *("-",) * 3
+    shares = (r[field] for field in ("tensor_busy", "exp_busy", "issue_busy"))
+    return name, f"{r['tflops']:.0f}", *("-" if share is None else f"{share:.0f}%" for share in shares)
 
 
 def _limit(r: Record) -> str:

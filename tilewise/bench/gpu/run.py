@@ -11,7 +11,7 @@ from typing import Any
 from tilewise import dispatch
 from tilewise._version import __version__
 from tilewise.bench.contestants import OURS
-from tilewise.bench.gpu import traffic
+from tilewise.bench.gpu import counters
 from tilewise.bench.gpu.cases import DTYPE, Case
 from tilewise.bench.gpu.contestants import find
 from tilewise.bench.gpu.limits import shortest_ms
@@ -57,6 +57,9 @@ class Suite:
         if section.name == "ladder":
             self.say("ladder: counting bytes")
             climb(records, cases, limits)
+        if section.name == "units":
+            self.say("units: counting cycles")
+            watch(records, cases)
         return {
             "schema": SCHEMA,
             "tilewise": __version__,
@@ -96,24 +99,34 @@ class Suite:
 
 def climb(records: list[Record], cases: Sequence[Case], limits: dict[str, Any]) -> None:
     """What the ladder's records say besides: the plan's bytes, the limits, and the bytes that were counted."""
-    by_name = {_title(case.describe()): case for case in cases}
     right = [r for r in records if r["status"] == "ok"]
     for r in right:
         r["plan_bytes"] = _plan_bytes(r)
         pairs = r["flops"] / (4 * r["d"])  # an exponential each
         r["limits_ms"] = shortest_ms(r["flops"], pairs, _least_bytes(r), limits)
-    if not right:
-        return
-    counted = traffic.measured([(r["contestant"], by_name[_title(r)]) for r in right])
-    for i, r in enumerate(right):
+    _count(right, cases, counters.traffic, {"dram_bytes": counters.DRAM, "l2_bytes": counters.L2})
+
+
+def watch(records: list[Record], cases: Sequence[Case]) -> None:
+    """How busy the units are, in percent."""
+    right = [r for r in records if r["status"] == "ok"]
+    shares = {"tensor_busy": counters.TENSOR, "exp_busy": counters.EXPONENTIALS, "issue_busy": counters.ISSUE}
+    _count(right, cases, counters.busy, shares)
+
+
+def _count(records: list[Record], cases: Sequence[Case], count: Any, fields: dict[str, str]) -> None:
+    """What the counters say of a record's call, in these fields; or why they say nothing."""
+    by_name = {_title(case.describe()): case for case in cases}
+    counted = count([(r["contestant"], by_name[_title(r)]) for r in records]) if records else []
+    for i, r in enumerate(records):
         if isinstance(counted, str):
-            r["traffic_reason"] = counted
+            r["counters_reason"] = counted
         else:
-            r.update(dram_bytes=counted[i][traffic.DRAM], l2_bytes=counted[i][traffic.L2])
+            r.update({field: counted[i][metric] for field, metric in fields.items()})
 
 
 def _title(r: Record) -> tuple[Any, ...]:
-    return r["variant"], r["n"], r["d"]
+    return r["variant"], r["n"], r["d"], r["inputs"]
 
 
 def _plan_bytes(r: Record) -> int:

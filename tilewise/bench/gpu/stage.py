@@ -18,7 +18,8 @@ from tilewise.bench.refusal import RefusedError, public, refusal
 Record = dict[str, Any]
 NUMBERS = (
     "how", "calls", "median_ms", "rounds_ms", "spread", "tflops", "fraction", "gbs", "read_fraction", "error", "ratio",
-    "ratios", "plan_bytes", "limits_ms", "dram_bytes", "l2_bytes", "traffic_reason",
+    "ratios", "plan_bytes", "limits_ms", "dram_bytes", "l2_bytes", "tensor_busy", "exp_busy", "issue_busy",
+    "counters_reason",
 )  # fmt: skip
 
 

@@ -85,6 +85,10 @@ _DECODE = tuple(
     Case("full", n, 128, group=4, tokens=n * batch, hidden=4096, queries=1)
     for batch, n in ((1, 65536), (16, 8192), (64, 4096))
 )
+_UNITS = (
+    Case("full", 8192, 64), Case("causal", 512, 64), Case("full", 4096, 64, inputs="x64"), Case("full", 8192, 128),
+    Case("full", 8192, 256), Case("causal", 8192, 256),
+)  # fmt: skip
 _LAUNCH = (Case("causal", 128, 64, tokens=128, hidden=1024),)
 
 SECTIONS = {
@@ -129,6 +133,13 @@ SECTIONS = {
             "the kernels that lead up to the fastest, and their limits",
             _grid(("full",), (64, 128), (1024, 4096)),
             _grid(("full",), (128,), (1024,)),
+        ),
+        Section(
+            "units",
+            "how busy the GPU's units are, where peers come near",
+            _UNITS,
+            _UNITS[:1],
+            (CUDNN, FLASH),
         ),
         Section(
             "triton",

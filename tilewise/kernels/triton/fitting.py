@@ -35,7 +35,7 @@ _QUERIES, _KEYS = {"Q", "QP"}, {"K", "KP"}
 class Held(NamedTuple):
     """Whose tile stays in shared memory while those of the other pass by."""
 
-    by: str  # "q" or "k"
+    by: str  # "q" or "k"; "": neither's does, as one head's follow another's
     both: bool  # with d_out or v beside it
     loops: int  # in which tiles pass by, each with room of its own
 
@@ -77,7 +77,8 @@ def _shared_bytes(choice: Choice, sizes: Sizes, held: Held) -> int:
     """Rows of tiles, once of those that stay and in each stage of those that pass by, there with what the variant reads
     for every score; in float32 also scores on their way from one layout to another."""
     tile, width = choice.tile, sizes.width
-    stays, passes = (tile.q, tile.k) if held.by == "q" else (tile.k, tile.q)
+    stays = {"q": tile.q, "k": tile.k, "": 0}[held.by]
+    passes = tile.q + tile.k - stays
     both = (sizes.d + sizes.d_v) * width
     stage = passes * both + tile.q * tile.k * sizes.cells
     moved = tile.q * tile.k * width if width == 4 else 0

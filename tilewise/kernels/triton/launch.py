@@ -85,7 +85,7 @@ def backward(
             **maps(spec, choice.tile.q, q=q, d_out=d_out), **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
-    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, chosen(Pass.ARRAYS, spec, shape, tile), given, turned))
+    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, tile, given, turned))
 
 
 def _delta(out: Any, d_out: Any, d_lse: Any) -> Any:

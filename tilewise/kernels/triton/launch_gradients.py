@@ -8,21 +8,22 @@ import torch
 
 from tilewise.expr import Expr
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import functions, kept_on, planned, record_of, sizes, steps_of, tensor
+from tilewise.kernels.triton.arguments import functions, kept_on, maps, planned, record_of, sizes, steps_of, tensor
 from tilewise.kernels.triton.reads import Read, Sharing, distances_of_cells, reads
 from tilewise.kernels.triton.source import gradients
-from tilewise.kernels.triton.tuning import Choice, distances
-from tilewise.spec import Attention, Shape
+from tilewise.kernels.triton.tuning import Choice, Pass, chosen, distances
+from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads
 
 
 def of_arrays(
-    spec: Attention, shape: Shape, choice: Choice, given: tuple[Any, ...], turned: dict[str, Any]
+    spec: Attention, shape: Shape, tile: Tile | None, given: tuple[Any, ...], turned: dict[str, Any]
 ) -> tuple[Any, ...]:
     """The gradient of every array that wants one. given: q, k, v, d_out, lse, delta; turned: what turns q and k."""
     made: dict[int, Any] = {}
     for read in reads(spec):
-        part = _Sum(spec, shape, choice, given, turned, read).gradient()
+        kind = Pass.PAIRS if read.sharing is Sharing.PAIRS else Pass.ARRAYS
+        part = _Sum(spec, shape, chosen(kind, spec, shape, tile), given, turned, read).gradient()
         made[id(read.array)] = part if id(read.array) not in made else made[id(read.array)] + part
     return tuple(made[id(slot.array)].to(tensor(slot.array, "cpu").dtype) for slot in spec.wanted)
 
@@ -114,6 +115,8 @@ class _Sum:
                 *self.given, grad, *self.steps, steps_of(grad), record, loaded, s.group, self.spec.scale,
                 key_tiles=key_tiles, kept_heads=kept[1], summed_batch=s.batch // kept[0],
                 summed_heads=s.heads // kept[1], **self.functions, **self.options, **sizes(s, tile),
+                **maps(self.spec, tile.q, q=self.given[0], d_out=self.given[3]),
+                **maps(self.spec, tile.k, k=self.given[1], v=self.given[2]),
             )  # fmt: skip
         whole = torch.zeros(shape, dtype=torch.float32, device=self.device)
         order = [grad.shape[("B", "H").index(name)] if name else 1 for name in outer]

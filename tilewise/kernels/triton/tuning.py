@@ -20,7 +20,8 @@ class Pass(Enum):
     FORWARD = "forward"
     D_QUERY = "d_query"
     D_KEYS = "d_keys"
-    ARRAYS = "arrays"
+    PAIRS = "pairs"  # the gradient of a bias
+    ARRAYS = "arrays"  # those of other arrays
     DECODE = "decode"
 
 
@@ -53,6 +54,10 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
         64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(32, 64), 4, 3), 256: Choice(Tile(64, 64), 8, 2),
         512: Choice(Tile(16, 32), 4, 1),
     },
+    Pass.PAIRS: {
+        64: Choice(Tile(128, 64), 8, 3), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 64), 4, 1),
+        512: Choice(Tile(16, 16), 4, 1),
+    },
     Pass.ARRAYS: {
         64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 64), 8, 2), 256: Choice(Tile(32, 32), 4, 1),
         512: Choice(Tile(16, 16), 4, 1),
@@ -75,8 +80,8 @@ _INTERPRETED = Choice(Tile(128, 128), 4, 1)  # large tiles: an interpreter takes
 
 _HELD = {
     Pass.FORWARD: Held("q", both=False, loops=1), Pass.D_QUERY: Held("q", both=True, loops=1),
-    Pass.D_KEYS: Held("k", both=True, loops=1), Pass.ARRAYS: Held("q", both=True, loops=2),
-    Pass.DECODE: Held("q", both=False, loops=1),
+    Pass.D_KEYS: Held("k", both=True, loops=1), Pass.PAIRS: Held("", both=True, loops=1),
+    Pass.ARRAYS: Held("q", both=True, loops=2), Pass.DECODE: Held("q", both=False, loops=1),
 }  # fmt: skip
 
 

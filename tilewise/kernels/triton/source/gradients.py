@@ -100,7 +100,8 @@ def of_columns(
 @triton.jit
 def of_pairs(
     q, k, v, d_out, lse, delta, grad, q_steps, k_steps, v_steps, d_out_steps, row_steps, grad_steps,
-    record, loaded, group, scale, turns, key_tiles, kept_heads, summed_batch, summed_heads,
+    record, loaded, group, scale, turns, q_map, d_out_map, k_map, v_map, key_tiles, kept_heads, summed_batch,
+    summed_heads,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -109,8 +110,8 @@ def of_pairs(
     """A tile of a (batch or 1, heads or 1, n_q, n_k) gradient, summed over the batch indices or heads that share it."""
     first_b, first_h = tl.program_id(1) // kept_heads, tl.program_id(1) % kept_heads
     n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
-    rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, None, None
-    columns = k, v, k_steps, v_steps, None, None
+    rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, q_map, d_out_map
+    columns = k, v, k_steps, v_steps, k_map, v_map
     first_query, first_key = tl.program_id(0) // key_tiles * TILE_Q, tl.program_id(0) % key_tiles * TILE_K
     query, key = first_query + tl.arange(0, TILE_Q), first_key + tl.arange(0, TILE_K)
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)

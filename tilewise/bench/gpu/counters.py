@@ -1,4 +1,4 @@
-"""What one launch really reads and writes: Nsight Compute's counters of DRAM and L2, from a process of its own."""
+"""What one launch really does: Nsight Compute's counters of bytes and of busy units, from a process of its own."""
 
 from __future__ import annotations
 
@@ -15,18 +15,37 @@ from tilewise.bench.gpu.contestants import find
 from tilewise.bench.refusal import public
 
 DRAM, L2 = "dram__bytes.sum", "lts__t_bytes.sum"
+# Shares of the cycles, in percent: of tensor cores, of the unit for exponentials, of the slots to issue instructions.
+TENSOR = "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active"
+EXPONENTIALS = "sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active"
+ISSUE = "smsp__issue_active.avg.pct_of_peak_sustained_active"
+_TIME = "gpu__time_duration.sum"
 _MARK = "spin_kernel"  # what torch.cuda._sleep launches: it stands before each contestant's own kernels
 _TIMEOUT = 120.0
 
 Plays = Sequence[tuple[str, Case]]  # who plays, and what
+Launches = list[dict[str, float]]  # their metrics
 
 
-def measured(plays: Plays) -> list[dict[str, float]] | str:
-    """Bytes by metric of a single call of each; or why there are none."""
+def traffic(plays: Plays) -> list[dict[str, float]] | str:
+    """Bytes by metric of a single call of each, over all its launches; or why there are none."""
+    found = _counted(plays, (DRAM, L2))
+    if isinstance(found, str):
+        return found
+    return [{name: sum(launch[name] for launch in call) for name in (DRAM, L2)} for call in found]
+
+
+def busy(plays: Plays) -> list[dict[str, float]] | str:
+    """Shares by metric of the longest launch of a single call of each; or why there are none."""
+    found = _counted(plays, (TENSOR, EXPONENTIALS, ISSUE, _TIME))
+    return found if isinstance(found, str) else [max(call, key=lambda launch: launch[_TIME]) for call in found]
+
+
+def _counted(plays: Plays, metrics: Sequence[str]) -> list[Launches] | str:
     if shutil.which("ncu") is None:
         return "ncu (Nsight Compute) is not on PATH"
     command = [
-        "ncu", "--csv", "--print-units", "base", "--profile-from-start", "off", "--metrics", f"{DRAM},{L2}",
+        "ncu", "--csv", "--print-units", "base", "--profile-from-start", "off", "--metrics", ",".join(metrics),
         sys.executable, "-c", f"from {__name__} import *; play({list(plays)!r})",
     ]  # fmt: skip
     try:
@@ -36,24 +55,26 @@ def measured(plays: Plays) -> list[dict[str, float]] | str:
     except (OSError, subprocess.SubprocessError) as error:
         return public(f"ncu: {type(error).__name__}")
     found = parsed(done.stdout)
-    if len(found) == len(plays):
+    if len(found) == len(plays) and all(found):
         return found
     last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-    return public(": ".join([f"ncu counted {len(found)} of {len(plays)} calls", *last]))
+    return public(": ".join([f"ncu counted {sum(map(bool, found))} of {len(plays)} calls", *last]))
 
 
-def parsed(text: str) -> list[dict[str, float]]:
-    """The sums of each call's kernels, in the order of the calls."""
+def parsed(text: str) -> list[Launches]:
+    """Each call's launches with their metrics, in the order of the calls."""
     lines = [line for line in text.splitlines() if line.startswith('"')]  # the tool's own words stand between them
-    found: list[dict[str, float]] = []
+    found: list[Launches] = []
     last = None  # the launch of the row before: a launch has a row for each metric
     for row in csv.DictReader(lines):
+        is_new, last = row["ID"] != last, row["ID"]
         if _MARK in row["Kernel Name"]:
-            if row["ID"] != last:
-                found.append({DRAM: 0.0, L2: 0.0})
+            if is_new:
+                found.append([])
         elif found:
-            found[-1][row["Metric Name"]] += float(row["Metric Value"].replace(",", ""))
-        last = row["ID"]
+            if is_new:
+                found[-1].append({})
+            found[-1][-1][row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
     return found
 
 
