@@ -155,6 +155,16 @@ PACKED_VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     },
     "packed ids": lambda rng, s: {"mask": ex.load(_ids(rng, s.n_q), ex.QP) == ex.load(_ids(rng, s.n_k), ex.KP)},
     "bias by sequence": lambda rng, s: {"score": S + ex.load(_normal(rng, s.batch), B, grad=True)},
+    "bias of pairs": lambda rng, s: {
+        "score": S + ex.load(_normal(rng, s.heads, s.n_q + 1, s.n_k + 1), H, Q, K, grad=True)
+    },
+    "biases of rows": lambda rng, s: {
+        "score": S
+        + ex.load(_normal(rng, s.n_q + 1), Q, grad=True)  # longer than any sequence
+        + ex.load(_normal(rng, s.heads_k, s.n_k), ex.HK, ex.KP, grad=True)
+        + ex.load(_normal(rng, s.batch, s.n_k + 1), B, K, grad=True)
+    },
+    "t5": VARIANTS["t5"],
 }
 
 

@@ -16,11 +16,11 @@ from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.fitting import power_of_2
-from tilewise.kernels.triton.tables import tables
+from tilewise.kernels.triton.tables import sequences, tables
 from tilewise.pytorch import graphs
 from tilewise.pytorch.constants import constant_on
 from tilewise.sharing import Kept
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Lengths, Shape, Tile
 
 T = TypeVar("T")
 
@@ -76,16 +76,22 @@ def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: boo
         records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
         return _Plan(records, runs, made.steps, made.tiles)
 
-    lengths = () if spec.lengths is None else (spec.lengths.q.tobytes(), spec.lengths.k.tobytes())
     expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
     looked_at = [slot for slot in spec.loaded if slot.constant or arrays.device_name(slot.array) == "cpu"]
-    return kept_on(device, ("plan", shape, tile, by_key, lengths, expressions), looked_at, make)
+    return kept_on(device, ("plan", shape, tile, by_key, key_of(spec.lengths), expressions), looked_at, make)
 
 
-def record_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
-    """A record that tells of the whole call, which is one sequence, and the variant's arrays."""
-    whole = Attention(spec.scale, positions=spec.positions), shape, Tile(max(shape.n_q, 1), max(shape.n_k, 1))
-    return _plan_on(q.device, *whole, by_key=False).records, loaded_by(spec, q)
+def key_of(lengths: Lengths | None) -> tuple[bytes, ...]:
+    return () if lengths is None else (lengths.q.tobytes(), lengths.k.tobytes())
+
+
+def sequences_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
+    """A record each of the whole sequences, and the variant's arrays."""
+
+    def make() -> Any:
+        return torch.from_numpy(sequences(shape, spec.lengths)).to(q.device)
+
+    return kept_on(q.device, ("sequences", shape, key_of(spec.lengths)), (), make), loaded_by(spec, q)
 
 
 def loaded_by(spec: Attention, q: Any) -> tuple[Any, Any, Any]:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from tilewise.expr import Expr
+from tilewise.arrays import Array
+from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import functions, kept_on, maps, planned, record_of, sizes, steps_of, tensor
-from tilewise.kernels.triton.reads import Read, Sharing, distances_of_cells, reads
+from tilewise.kernels.triton.arguments import (
+    functions,
+    kept_on,
+    key_of,
+    maps,
+    planned,
+    sequences_of,
+    sizes,
+    steps_of,
+    tensor,
+)
+from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, readers_of_cells, reads
 from tilewise.kernels.triton.source import gradients
 from tilewise.kernels.triton.tuning import Choice, Pass, chosen, distances
 from tilewise.spec import Attention, Shape, Tile
@@ -40,124 +53,159 @@ class _Sum:
         variant = modules.variant(spec, {"part": read.slope})
         self.functions = functions(spec, variant, "score", "mask", "part") | turned
         self.steps = tuple(map(steps_of, given[:5]))
+        self.names = [i.payload if i.op == "var" else None for i in read.node.args]
+        parts = [part for part, _, _ in shape.sequences(spec.lengths)]
+        self.sequences = shape.batch if spec.lengths is None else len(parts)
+        self.most_q, self.most_k = (max((getattr(part, n) for part in parts), default=0) for n in ("n_q", "n_k"))
 
     def gradient(self) -> Any:
-        if self.read.sharing is Sharing.PAIRS:
-            return self._pairs()
-        if self.read.sharing is Sharing.DISTANCES:
-            return self._distances()
-        return self._as_indexed((self._rows() if self.read.sharing is Sharing.ROWS else self._columns()).double())
+        return {
+            Sharing.ROWS: self._rows, Sharing.COLUMNS: self._columns, Sharing.PAIRS: self._pairs,
+            Sharing.DISTANCES: self._distances,
+        }[self.read.sharing]()  # fmt: skip
 
     # -- kernels ------------------------------------------------------------------------------------------------------
     def _rows(self) -> Any:
         s = self.shape
-        sums = self._zeros(s.n_q)
+        sums = self._zeros(s.batch, s.n_q)
         grid, *rest = planned(self.spec, s, self.tile, self.given[0])
         if 0 not in grid:
             gradients.of_rows[grid](
                 *self.given, sums, *self.steps, *rest, s.group, self.spec.scale,
                 **self.functions, **self.options, **sizes(s, self.tile),
             )  # fmt: skip
-        return sums
+        return self._of_rows(sums, "Q")
 
     def _columns(self) -> Any:
         s = self.shape
-        sums = self._zeros(s.n_k)
+        sums = self._zeros(s.batch, s.n_k)
         (tiles, _, batch), *rest = planned(self.spec, s, self.tile, self.given[0], by_key=True)
         if tiles and s.heads and batch:
             gradients.of_columns[(tiles, s.heads, batch)](
                 *self.given, sums, *self.steps, steps_of(sums), *rest, s.group, self.spec.scale,
                 **self.functions, **self.options, **sizes(s, self.tile),
             )  # fmt: skip
-        return sums
+        return self._of_rows(sums, "K")
 
     def _distances(self) -> Any:
         s = self.shape
-        least, count = 1 - s.n_k, max(s.n_q + s.n_k - 1, 0)
-        sums = self._zeros(count)
-        grid = -(-count // distances()), s.heads, s.batch
-        if 0 not in (*grid, s.n_q, s.n_k):
-            record, loaded = record_of(self.spec, s, self.given[0])
+        least, count = 1 - self.most_k, max(self.most_q + self.most_k - 1, 0)
+        sums = self._zeros(self.sequences, count)
+        grid = -(-count // distances()), s.heads, self.sequences
+        if 0 not in (*grid, self.most_q, self.most_k):
+            records, loaded = sequences_of(self.spec, s, self.given[0])
             told = {name: x for name, x in sizes(s, self.tile).items() if not name.startswith("TILE")}
             gradients.of_distances[grid](
-                *self.given, sums, *self.steps, steps_of(sums), record, loaded, s.group, self.spec.scale, least=least,
-                count=count, **self.functions, **self.options, TILE=distances(), **told,
+                *self.given, sums, *self.steps, steps_of(sums), records, loaded, s.group, self.spec.scale, least=least,
+                count=count, **self.functions, **self.options, TILE=distances(), **told, PACKED=self._is_packed,
             )  # fmt: skip
-        axis, index = next((i, x) for i, x in enumerate(self.read.node.args) if x.op not in ("const", "var"))
-        return self._as_indexed(self._cells(sums, index, self.read.array.shape[axis], least), axis)
+        return self._of_distances(sums, least)
 
-    def _cells(self, sums: Any, index: Expr, size: int, least: int) -> Any:
-        """The sums of distances as those of the cells that they read: (batch, heads, size)."""
-        s, count = self.shape, sums.shape[2]
+    def _pairs(self) -> Any:
+        s, tile = self.shape, self.tile
+        heads = s.heads if "H" in self.names else s.heads_k if "HK" in self.names else 1
+        kept = (self.sequences if "B" in self.names else 1), heads
+        grad = torch.zeros((*kept, self.most_q, self.most_k), dtype=torch.float32, device=self.device)
+        key_tiles = -(-self.most_k // tile.k)
+        grid = -(-self.most_q // tile.q) * key_tiles, kept[0] * kept[1]
+        if 0 not in (*grid, self.sequences, s.heads):
+            records, loaded = sequences_of(self.spec, s, self.given[0])
+            gradients.of_pairs[grid](
+                *self.given, grad, *self.steps, steps_of(grad), records, loaded, s.group, self.spec.scale,
+                most_q=self.most_q, most_k=self.most_k, key_tiles=key_tiles, kept_heads=kept[1],
+                summed_batch=self.sequences // kept[0], summed_heads=s.heads // kept[1],
+                **self.functions, **self.options, **sizes(s, tile), PACKED=self._is_packed,
+                **maps(self.spec, tile.q, q=self.given[0], d_out=self.given[3]),
+                **maps(self.spec, tile.k, k=self.given[1], v=self.given[2]),
+            )  # fmt: skip
+        last = len(self.names)
+        dims = {i: {"B": 0, "H": 1, "HK": 1}[name] for i, name in enumerate(self.names[:-2]) if name}
+        return self._as_indexed(grad, {**dims, last - 2: 2, last - 1: 3}, by_group=False)
+
+    # -- cells --------------------------------------------------------------------------------------------------------
+    def _of_rows(self, sums: Any, side: str) -> Any:
+        """Sums of queries, or of keys, as those of the cells that they read."""
+        along = {i: name for i, name in enumerate(self.names) if name in (side, side + "P")}
+        lengths = self.spec.lengths
+        if lengths is None:
+            return self._as_indexed(sums, {**self._outer_dims(), **dict.fromkeys(along, 2)})
+        along |= {i: name for i, name in enumerate(self.names) if name == "B"}
+        shape = tuple(self.read.array.shape[i] for i in sorted(along))
+        ends = lengths.q if side == "Q" else lengths.k
+
+        def read() -> Array:
+            sequence = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+            packed = np.arange(len(sequence))
+            places = {"B": sequence, side: packed - np.asarray(ends)[sequence], side + "P": packed}
+            at = [np.minimum(places[along[i]], size - 1) for i, size in zip(sorted(along), shape, strict=True)]
+            return np.ravel_multi_index(at, shape) if at else np.zeros(len(sequence), np.int64)
+
+        key = ("rows", side, tuple(sorted(along.items())), shape, ends.tobytes())
+        cells = self._cells(sums, int(np.prod(shape)), key, (), read)
+        dims = {i: 2 + j for j, i in enumerate(sorted(along))}
+        heads = {i: dim for i, dim in self._outer_dims().items() if dim == 1}
+        return self._as_indexed(cells.unflatten(2, shape) if shape else cells, {**heads, **dims})
+
+    def _of_distances(self, sums: Any, least: int) -> Any:
+        """Sums of distances as those of the cells that they read; in packed sequences each in its own way."""
+        s, lengths, count = self.shape, self.spec.lengths, sums.shape[2]
+        axis = self.read.axis
+        index, size = self.read.node.args[axis], self.read.array.shape[axis]
+        rows = self.sequences if self._is_packed and "B" in self.names else 1
+
+        def read() -> Array:
+            parts = [part for part, _, _ in s.sequences(lengths)]
+            found = [cells_of_distances(index, part, size, least, count) for part in parts]
+            return np.concatenate([cells + (i % rows) * size for i, cells in enumerate(found)])
+
+        if self._is_packed:
+            sums = sums.transpose(0, 1).reshape(1, s.heads, -1)
+        key = ("distances", index.key, s, rows, size, least, count, key_of(lengths))
+        cells = self._cells(sums, rows * size, key, loads(index), read)
+        if self._is_packed:
+            cells = cells.unflatten(2, (rows, size))[0].permute(1, 0, 2)
+        return self._as_indexed(cells, {**self._outer_dims(), axis: 2})
+
+    def _cells(self, sums: Any, size: int, key: tuple[Any, ...], slots: Sequence[Loaded], read: Any) -> Any:
+        """Sums of rows or distances as those of the cells that `read` says they read: (batch, heads, size)."""
 
         def make() -> tuple[Any, ...]:
-            found = distances_of_cells(index, s, size, least, count)
-            return tuple(torch.from_numpy(x).to(self.device) for x in found)
+            return tuple(torch.from_numpy(x).to(self.device) for x in readers_of_cells(read(), size))
 
-        order, begins = kept_on(self.device, ("cells", index.key, s, size), loads(index), make)
-        cells = torch.zeros((s.batch, s.heads, size), dtype=torch.float64, device=self.device)
-        grid = size, s.heads, s.batch
+        order, begins = kept_on(self.device, key, slots, make)
+        cells = torch.zeros((*sums.shape[:2], size), dtype=torch.float64, device=self.device)
+        grid = size, *sums.shape[1::-1]
         if 0 not in grid:
             gradients.of_cells[grid](sums, cells, order, begins, steps_of(sums), steps_of(cells), AT_ONCE=256)
         return cells
 
-    def _pairs(self) -> Any:
-        s, tile = self.shape, self.tile
-        shape = tuple(self.read.array.shape)
-        outer = [i.payload if i.op == "var" else None for i in self.read.node.args[:-2]]
-        kept = [(("B" in outer) and s.batch) or 1, (("H" in outer) and s.heads) or 1]
-        grad = torch.zeros((*kept, s.n_q, s.n_k), dtype=torch.float32, device=self.device)
-        key_tiles = -(-s.n_k // tile.k)
-        grid = -(-s.n_q // tile.q) * key_tiles, kept[0] * kept[1]
-        if 0 not in (*grid, s.batch, s.heads):
-            record, loaded = record_of(self.spec, s, self.given[0])
-            gradients.of_pairs[grid](
-                *self.given, grad, *self.steps, steps_of(grad), record, loaded, s.group, self.spec.scale,
-                key_tiles=key_tiles, kept_heads=kept[1], summed_batch=s.batch // kept[0],
-                summed_heads=s.heads // kept[1], **self.functions, **self.options, **sizes(s, tile),
-                **maps(self.spec, tile.q, q=self.given[0], d_out=self.given[3]),
-                **maps(self.spec, tile.k, k=self.given[1], v=self.given[2]),
-            )  # fmt: skip
-        whole = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        order = [grad.shape[("B", "H").index(name)] if name else 1 for name in outer]
-        rows, columns = slice(s.origin_q, s.origin_q + s.n_q), slice(s.origin_k, s.origin_k + s.n_k)
-        whole[..., rows, columns] = grad.reshape(*order, s.n_q, s.n_k)
-        return whole
-
     # -- axes ---------------------------------------------------------------------------------------------------------
-    def _zeros(self, n: int) -> Any:
-        return torch.zeros((self.shape.batch, self.shape.heads, n), dtype=torch.float32, device=self.device)
+    @property
+    def _is_packed(self) -> bool:
+        return self.spec.lengths is not None
 
-    def _as_indexed(self, sums: Any, computed: int | None = None) -> Any:
-        """(batch, heads, n) as the array has its axes: summed over what none of them names.
+    def _zeros(self, batch: int, n: int) -> Any:
+        return torch.zeros((batch, self.shape.heads, n), dtype=torch.float32, device=self.device)
 
-        computed: the axis, if any, whose index is neither a variable nor a number. n are its cells.
-        """
-        s, args, shape = self.shape, self.read.node.args, tuple(self.read.array.shape)
-        names = [i.payload if i.op == "var" else None for i in args]
-        if self.spec.lengths is not None and "B" in names:
-            sums = self._by_sequence(sums)
-        whole = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        if computed is not None:
-            names[computed] = "cell"
-        if "HK" in names:
-            sums = sums.unflatten(1, (s.heads_k, s.group)).sum(2)
+    def _outer_dims(self) -> dict[int, int]:
+        """The axes for batch indices, or packed sequences, and heads, as dimensions of sums."""
         dims = {"B": 0, "H": 1, "HK": 1}
-        place = {i: dims.get(name, 2) for i, name in enumerate(names) if name is not None}
-        reduced = [d for d in range(3) if d not in place.values()]
-        sums = sums.sum(reduced, keepdim=True) if reduced else sums
-        view = sums.permute(*place.values(), *(d for d in range(3) if d not in place.values()))
-        view = view.reshape([view.shape[i] for i in range(len(place))])
-        at: list[Any] = []
-        for i, name in enumerate(names):
-            origin = {"Q": s.origin_q, "K": s.origin_k}.get(name or "", 0)
-            at.append(slice(origin, origin + sums.shape[place[i]]) if name is not None else int(args[i].payload))
+        return {i: dims[name] for i, name in enumerate(self.names) if name in dims}
+
+    def _as_indexed(self, sums: Any, dims: dict[int, int], by_group: bool = True) -> Any:
+        """Sums as the array has its axes. dims: which dimension an axis is; over the others it is summed."""
+        s, sums = self.shape, sums.double()
+        if by_group and "HK" in self.names:
+            sums = sums.unflatten(1, (s.heads_k, s.group)).sum(2)
+        others = [d for d in range(sums.ndim) if d not in dims.values()]
+        sums = sums.sum(others) if others else sums
+        left, axes = sorted(dims.values()), sorted(dims)
+        view = sums.permute([left.index(dims[i]) for i in axes])
+        origins = {"Q": s.origin_q, "K": s.origin_k}
+        at: list[Any] = [None if i in dims else int(x.payload) for i, x in enumerate(self.read.node.args)]
+        for i, size in zip(axes, view.shape, strict=True):
+            origin = origins.get(self.names[i] or "", 0) if not self._is_packed else 0
+            at[i] = slice(origin, origin + size)
+        whole = torch.zeros(tuple(self.read.array.shape), dtype=torch.float64, device=self.device)
         whole[tuple(at)] = view
         return whole
-
-    def _by_sequence(self, sums: Any) -> Any:
-        """Of packed rows, (1, heads, total), to (sequences, heads, 1)."""
-        lengths = self.spec.lengths
-        assert lengths is not None
-        parts = [sums[0, :, int(a) : int(b)].sum(-1) for a, b in zip(lengths.q[:-1], lengths.q[1:], strict=True)]
-        return torch.stack(parts)[..., None] if parts else sums[:0, :, :1]

@@ -40,6 +40,11 @@ class Read:
     def array(self) -> Any:
         return self.node.payload.array
 
+    @property
+    def axis(self) -> int:
+        """The first that is read at more than a number, a batch index or a head."""
+        return next(i for i, index in enumerate(self.node.args) if not _is_plain(index, _HEADS))
+
 
 def reads(spec: Attention) -> list[Read]:
     """Every read of an array that wants a gradient; ValueError, with a reason, if one is beyond what kernels sum up."""
@@ -59,9 +64,7 @@ def _sharing(node: Expr, spec: Attention) -> Sharing:
     used = frozenset().union(*map(variables, others)) if others else frozenset()
     if used & set(_HEADS):
         raise ValueError(f"it sums up no gradients of an array read at {node!r}")
-    if spec.lengths is not None and used - {"QP", "KP"}:
-        raise ValueError(f"in packed sequences it sums up no gradients of an array read at {node!r}")
-    if not used & (_QUERIES | _KEYS):
+    if not others:
         return Sharing.ROWS
     if len(others) == 1 and _is_plain(others[0], _QUERIES):
         return Sharing.ROWS
@@ -69,7 +72,8 @@ def _sharing(node: Expr, spec: Attention) -> Sharing:
         return Sharing.COLUMNS
     if len(others) == 2 and [i.payload for i in node.args[-2:]] == ["Q", "K"]:
         return Sharing.PAIRS
-    if len(others) == 1 and depends_on_difference(others[0], _QUERIES, _KEYS):
+    is_of_sequence = spec.lengths is None or not used & {"QP", "KP"}  # in a pack they have distances of their own
+    if len(others) == 1 and is_of_sequence and depends_on_difference(others[0], _QUERIES, _KEYS):
         return Sharing.DISTANCES
     raise ValueError(f"it sums up no gradients of an array read at {node!r}")
 
@@ -103,14 +107,16 @@ def depends_on_difference(expr: Expr, ones: frozenset[str], others: frozenset[st
     return form is not None and form[0] + form[1] == 0
 
 
-def distances_of_cells(index: Expr, shape: Shape, size: int, least: int, count: int) -> tuple[Array, Array]:
-    """Who reads each cell along the axis of this index: distances q - k, counted from the least one of the call.
-
-    They come cell by cell; the second array tells where each cell's begin, and the last one's end.
-    """
+def cells_of_distances(index: Expr, shape: Shape, size: int, least: int, count: int) -> Array:
+    """The cell along the axis of this index that scores of each distance q - k read, from the least distance on."""
     distance = np.arange(least, least + count)
     env = shape.env(0, 0, np.maximum(distance, 0), np.maximum(-distance, 0))
     on_host = with_arrays(index, lambda slot: slot.array.cpu() if is_torch(slot.array) else slot.array)
-    cells = np.clip(np.broadcast_to(values(on_host, env), distance.shape), 0, size - 1)
+    cells: Array = np.clip(np.broadcast_to(values(on_host, env), distance.shape), 0, size - 1)
+    return cells
+
+
+def readers_of_cells(cells: Array, size: int) -> tuple[Array, Array]:
+    """Who reads each cell: readers, one cell's after another's; and where each cell's begin, and the last one's end."""
     order = np.argsort(cells, kind="stable")
     return order.astype(np.int32), np.searchsorted(cells[order], np.arange(size + 1)).astype(np.int32)

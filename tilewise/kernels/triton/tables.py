@@ -9,7 +9,7 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.schedule import Runs, plan
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Lengths, Shape, Tile
 from tilewise.walking import loads
 
 FIELDS = 14  # of a record, as in tiles.py
@@ -57,16 +57,26 @@ def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> T
     return Tables(np.ascontiguousarray(every, np.int32), table.astype(np.int32))
 
 
+def sequences(shape: Shape, lengths: Lengths | None) -> Array:
+    """A record each of the whole sequences, in their order: (sequences, FIELDS). A dense call is one."""
+    parts = [_fields(part, (rows.start or 0, cols.start or 0)) for part, rows, cols in shape.sequences(lengths)]
+    return np.asarray(parts, np.int32).reshape(-1, FIELDS)
+
+
 def _records(rows: Runs, part: Shape, begins: tuple[int, int], size: int, n_runs: int) -> Array:
     starts, ends = rows.offsets[..., :-1], rows.offsets[..., 1:]
-    made = np.zeros((*starts.shape, FIELDS), np.int64)
+    made = np.tile(_fields(part, begins), (*starts.shape, 1))
     made[..., 0] = np.arange(starts.shape[-1]) * size  # the first query or key
-    made[..., 1:5] = (*begins, part.n_q, part.n_k)
     made[..., _FIRST_RUN], made[..., _N_RUNS] = starts + n_runs, ends - starts
-    made[..., 7:] = (
-        part.first_batch, part.origin_q, part.origin_k, part.total_q, part.total_k, part.packed_q, part.packed_k,
-    )  # fmt: skip
     return made
+
+
+def _fields(part: Shape, begins: tuple[int, int]) -> Array:
+    """What all tiles of a sequence have in common."""
+    return np.array([
+        0, *begins, part.n_q, part.n_k, 0, 0,
+        part.first_batch, part.origin_q, part.origin_k, part.total_q, part.total_k, part.packed_q, part.packed_k,
+    ], np.int64)  # fmt: skip
 
 
 def _as_the_host_sees_it(spec: Attention) -> Attention:

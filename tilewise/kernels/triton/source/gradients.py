@@ -8,7 +8,17 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.backward import load_keys, load_queries, passed_on, weights
-from tilewise.kernels.triton.source.tiles import N_K, N_Q, PARTIAL, matrix, place_of, tile_of
+from tilewise.kernels.triton.source.tiles import (
+    FIELDS,
+    K_BEGIN,
+    N_K,
+    N_Q,
+    PARTIAL,
+    Q_BEGIN,
+    matrix,
+    place_of,
+    tile_of,
+)
 
 
 @triton.jit
@@ -98,57 +108,71 @@ def of_columns(
 
 
 @triton.jit
+def sequence_of(records, sequence, h, group, PACKED: tl.constexpr):
+    """A batch index, or one of packed sequences: the batch index of its rows, where they begin, how many there are, and
+    what variables begin at."""
+    if PACKED:
+        record, b = records + sequence * FIELDS, 0
+    else:
+        record, b = records, sequence
+    begins = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
+    return b, begins[0], begins[1], tl.load(record + N_Q), tl.load(record + N_K), place_of(record, b, h, group)
+
+
+@triton.jit
 def of_pairs(
     q, k, v, d_out, lse, delta, grad, q_steps, k_steps, v_steps, d_out_steps, row_steps, grad_steps,
-    record, loaded, group, scale, turns, q_map, d_out_map, k_map, v_map, key_tiles, kept_heads, summed_batch,
-    summed_heads,
+    records, loaded, group, scale, turns, q_map, d_out_map, k_map, v_map, most_q, most_k, key_tiles, kept_heads,
+    summed_batch, summed_heads,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a (batch or 1, heads or 1, n_q, n_k) gradient, summed over the batch indices or heads that share it."""
+    """A tile of a (batch or 1, heads or 1, most_q, most_k) gradient, summed over those that share it: batch indices, or
+    packed sequences, and heads."""
     first_b, first_h = tl.program_id(1) // kept_heads, tl.program_id(1) % kept_heads
-    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
     rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, q_map, d_out_map
     columns = k, v, k_steps, v_steps, k_map, v_map
     first_query, first_key = tl.program_id(0) // key_tiles * TILE_Q, tl.program_id(0) % key_tiles * TILE_K
     query, key = first_query + tl.arange(0, TILE_Q), first_key + tl.arange(0, TILE_K)
     total = tl.zeros([TILE_Q, TILE_K], tl.float32)
     for shared in range(summed_batch * summed_heads):
-        b, h = first_b + shared // summed_heads, first_h + shared % summed_heads
-        place = place_of(record, b, h, group)
+        sequence = first_b * summed_batch + shared // summed_heads
+        h = first_h * summed_heads + shared % summed_heads
+        b, q_begin, k_begin, n_q, n_k, place = sequence_of(records, sequence, h, group, PACKED)
         q_tile, d_out_tile, saved = load_queries(
-            rows, b, h, 0, first_query, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            rows, b, h, q_begin, first_query, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         k_tile, v_tile = load_keys(
-            columns, b, h // group, 0, first_key, n_k, turns, TILE_K, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            columns, b, h // group, k_begin, first_key, n_k, turns, TILE_K, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         total += part_of(
             q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
             RAW, SCORE, MASK, PART, DOT, PRECISION,
         )  # fmt: skip
     at = matrix(grad, grad_steps, first_b, first_h, 0) + query[:, None].to(tl.int64) * grad_steps[2] + key[None, :]
-    tl.store(at, total, mask=(query[:, None] < n_q) & (key[None, :] < n_k))
+    tl.store(at, total, mask=(query[:, None] < most_q) & (key[None, :] < most_k))
 
 
 @triton.jit
 def of_distances(
     q, k, v, d_out, lse, delta, sums, q_steps, k_steps, v_steps, d_out_steps, row_steps, sums_steps,
-    record, loaded, group, scale, turns, least, count,
+    records, loaded, group, scale, turns, least, count,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over all pairs of a distance q - k: (batch, heads, distances), from the least on.
+    """Sums over all pairs of a distance q - k: (batch or sequences, heads, distances), from the least on.
 
     A program has TILE distances. Down each tile of queries they are a slanted band of keys, twice as wide.
     """
-    h, b = tl.program_id(1), tl.program_id(2)
-    n_q, n_k = tl.load(record + N_Q), tl.load(record + N_K)
+    h, sequence = tl.program_id(1), tl.program_id(2)
+    b, q_begin, k_begin, n_q, n_k, place = sequence_of(records, sequence, h, group, PACKED)
     rows = q, d_out, lse, delta, q_steps, d_out_steps, row_steps, None, None
     columns = k, v, k_steps, v_steps, None, None
-    place = place_of(record, b, h, group)
     first = least + tl.program_id(0) * TILE  # the least distance of this program
     total = tl.zeros([TILE], tl.float32)
     row, across = tl.arange(0, TILE), tl.arange(0, 2 * TILE)
@@ -159,10 +183,10 @@ def of_distances(
         first_key = tile * TILE - first - (TILE - 1)  # may be below 0
         query, key = tile * TILE + row, first_key + across
         q_tile, d_out_tile, saved = load_queries(
-            rows, b, h, 0, tile * TILE, n_q, turns, TILE, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            rows, b, h, q_begin, tile * TILE, n_q, turns, TILE, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         k_tile, v_tile = load_keys(
-            columns, b, h // group, 0, first_key, n_k, turns, 2 * TILE, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
+            columns, b, h // group, k_begin, first_key, n_k, turns, 2 * TILE, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         part = part_of(
             q_tile, k_tile, v_tile, d_out_tile, saved, query, key, PARTIAL, n_q, n_k, place, loaded, scale,
@@ -172,7 +196,7 @@ def of_distances(
         # Distance first + i of row r is in column r + TILE - 1 - i.
         total += tl.sum(tl.gather(part, row[:, None] + (TILE - 1) - row[None, :], 1), 0)
     number = tl.program_id(0) * TILE + row
-    tl.store(matrix(sums, sums_steps, b, h, 0) + number, total, mask=number < count)
+    tl.store(matrix(sums, sums_steps, sequence, h, 0) + number, total, mask=number < count)
 
 
 @triton.jit
