@@ -8,7 +8,7 @@ import pytest
 from tests.cuda.test_ops import EXPRESSIONS, MASKS, SHAPE, check_condition, numpy_values, random_conditions
 from tilewise import dispatch
 from tilewise.arrays import Array
-from tilewise.expr import Expr, K, Q, load
+from tilewise.expr import HK, B, Expr, H, K, Q, load
 from tilewise.kernels.triton import modules, reads
 from tilewise.kernels.triton.reads import Sharing
 from tilewise.spec import Attention, Lengths
@@ -87,6 +87,9 @@ def test_who_shares_a_cell(index: tuple[Expr | int, ...], shape: tuple[int, ...]
 
 @pytest.mark.parametrize("index", [Q + K, Q * K, (Q + 1) // 2 - K, Q % 3])
 def test_what_nobody_sums_up_is_refused(index: Expr) -> None:
+    for twice in ((H, HK), (B, B)):
+        with pytest.raises(ValueError, match="sums up no gradients"):
+            _reads(twice, (9, 9))
     with pytest.raises(ValueError, match="sums up no gradients"):
         _reads((index,), (99,))
     import tilewise as tw

@@ -128,7 +128,7 @@ class _Sum:
         along = {i: name for i, name in enumerate(self.names) if name in (side, side + "P")}
         lengths = self.spec.lengths
         if lengths is None:
-            return self._as_indexed(sums, {**self._outer_dims(), **dict.fromkeys(along, 2)})
+            return self._as_indexed(sums.double(), {**self._outer_dims(), **dict.fromkeys(along, 2)})
         along |= {i: name for i, name in enumerate(self.names) if name == "B"}
         shape = tuple(self.read.array.shape[i] for i in sorted(along))
         ends = lengths.q if side == "Q" else lengths.k
@@ -194,7 +194,7 @@ class _Sum:
 
     def _as_indexed(self, sums: Any, dims: dict[int, int], by_group: bool = True) -> Any:
         """Sums as the array has its axes. dims: which dimension an axis is; over the others it is summed."""
-        s, sums = self.shape, sums.double()
+        s = self.shape
         if by_group and "HK" in self.names:
             sums = sums.unflatten(1, (s.heads_k, s.group)).sum(2)
         others = [d for d in range(sums.ndim) if d not in dims.values()]
@@ -204,8 +204,8 @@ class _Sum:
         origins = {"Q": s.origin_q, "K": s.origin_k}
         at: list[Any] = [None if i in dims else int(x.payload) for i, x in enumerate(self.read.node.args)]
         for i, size in zip(axes, view.shape, strict=True):
-            origin = origins.get(self.names[i] or "", 0) if not self._is_packed else 0
+            origin = 0 if self._is_packed else origins.get(self.names[i] or "", 0)
             at[i] = slice(origin, origin + size)
-        whole = torch.zeros(tuple(self.read.array.shape), dtype=torch.float64, device=self.device)
+        whole = torch.zeros(tuple(self.read.array.shape), dtype=sums.dtype, device=self.device)
         whole[tuple(at)] = view
         return whole

@@ -61,8 +61,10 @@ def unsupported(spec: Attention) -> str | None:
 
 def _sharing(node: Expr, spec: Attention) -> Sharing:
     others = [i for i in node.args if not _is_plain(i, _HEADS)]
+    heads = [i for i in node.args if i.op == "var" and i.payload in ("H", "HK")]
+    batches = [i for i in node.args if i.op == "var" and i.payload == "B"]
     used = frozenset().union(*map(variables, others)) if others else frozenset()
-    if used & set(_HEADS):
+    if used & set(_HEADS) or len(heads) > 1 or len(batches) > 1:
         raise ValueError(f"it sums up no gradients of an array read at {node!r}")
     if not others:
         return Sharing.ROWS
