@@ -132,9 +132,10 @@ def maps(spec: Attention, rows: int, **given: Any) -> dict[str, Any]:
 
 
 def _suits_copy_engine(x: Any) -> bool:
-    """It takes rows that begin at multiples of 16 bytes."""
+    """It takes rows that begin at multiples of 16 bytes, each elsewhere: what is expanded lies too close."""
     steps = [step * x.element_size() for step in x.stride()[:3]]
-    return _has_copy_engine(x.device) and x.numel() > 0 and not any(at % 16 for at in (x.data_ptr(), *steps))
+    lies_apart = all(step % 16 == 0 and 0 < step < 2**40 for step in steps)
+    return _has_copy_engine(x.device) and x.numel() > 0 and x.data_ptr() % 16 == 0 and lies_apart
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Plans are kept; those that look at arrays in main memory are made anew, as someone may have written there."""
+"""The arguments of kernels. Plans are kept, unless they look at arrays in main memory, which someone may change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import tilewise as tw
 from tilewise.expr import K, Q, load
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Lengths, Shape, Tile
 
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
@@ -68,3 +68,31 @@ def test_a_graph_needs_a_plan_that_is_there_and_keeps_it(gpu: Device) -> None:
     gpu.capturing = True
     assert _plan(gpu, tw.causal()) is made
     assert [plan for plan, _ in graphs.held.values()] == [made]
+
+
+def _maps(x: Any, spec: Attention | None = None) -> list[Any]:
+    return list(arguments.maps(spec or Attention(1.0), 16, k=x, v=torch.zeros(2, 3, 40, 16)).values())
+
+
+def test_a_copy_engine_takes_rows_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_has_copy_engine", lambda device: True)
+    x = torch.zeros(2, 3, 40, 16)
+    k_map, v_map = _maps(x)
+    assert k_map.block_shape == v_map.block_shape == [1, 1, 16, 16]
+    assert None not in _maps(x.transpose(1, 2).contiguous().transpose(1, 2))  # heads side by side
+    unsuitable = {
+        "expanded": x[:1].expand(2, 3, 40, 16),
+        "an odd address": torch.zeros(2 * 3 * 40 * 16 + 1)[1:].view(2, 3, 40, 16),
+        "odd rows": torch.zeros(2, 3, 40, 18)[..., :15],
+        "nothing": x[:, :, :0],
+    }
+    assert {name: _maps(y) for name, y in unsuitable.items()} == {name: [None, None] for name in unsuitable}
+
+
+def test_a_copy_engine_turns_nothing_and_knows_no_packed_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arguments, "_has_copy_engine", lambda device: True)
+    x, ends = torch.zeros(2, 3, 40, 16), np.array([0, 40])
+    assert _maps(x, Attention(1.0, rope=tw.Rope())) == [None, None]
+    assert _maps(x, Attention(1.0, lengths=Lengths(ends, ends))) == [None, None]
+    monkeypatch.setattr(arguments, "_has_copy_engine", lambda device: False)
+    assert _maps(x) == [None, None]
