@@ -19,16 +19,8 @@ HOPPER = 227 << 10  # bytes
 LEAST = 16  # rows or columns, as tensor cores take a matrix
 _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4}
 _CELL = {
-    "bool": 1,
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int64": 8,
-    "float64": 8,
-}
+    "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int64": 8, "float64": 8,
+}  # fmt: skip
 _QUERIES, _KEYS = {"Q", "QP"}, {"K", "KP"}
 
 

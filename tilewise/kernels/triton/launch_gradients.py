@@ -54,9 +54,10 @@ class _Sum:
         self.functions = functions(spec, variant, "score", "mask", "part") | turned
         self.steps = tuple(map(steps_of, given[:5]))
         self.names = [i.payload if i.op == "var" else None for i in read.node.args]
-        parts = [part for part, _, _ in shape.sequences(spec.lengths)]
-        self.sequences = shape.batch if spec.lengths is None else len(parts)
-        self.most_q, self.most_k = (max((getattr(part, n) for part in parts), default=0) for n in ("n_q", "n_k"))
+        self.sequences, self.most_q, self.most_k = shape.batch, shape.n_q, shape.n_k
+        if spec.lengths is not None:
+            self.sequences = len(spec.lengths.q) - 1
+            self.most_q, self.most_k = (int(np.diff(x).max(initial=0)) for x in (spec.lengths.q, spec.lengths.k))
 
     def gradient(self) -> Any:
         return {
@@ -119,8 +120,7 @@ class _Sum:
                 **maps(self.spec, tile.k, k=self.given[1], v=self.given[2]),
             )  # fmt: skip
         last = len(self.names)
-        dims = {i: {"B": 0, "H": 1, "HK": 1}[name] for i, name in enumerate(self.names[:-2]) if name}
-        return self._as_indexed(grad, {**dims, last - 2: 2, last - 1: 3}, by_group=False)
+        return self._as_indexed(grad, {**self._outer_dims(), last - 2: 2, last - 1: 3})
 
     # -- cells --------------------------------------------------------------------------------------------------------
     def _of_rows(self, sums: Any, side: str) -> Any:
@@ -192,10 +192,10 @@ class _Sum:
         dims = {"B": 0, "H": 1, "HK": 1}
         return {i: dims[name] for i, name in enumerate(self.names) if name in dims}
 
-    def _as_indexed(self, sums: Any, dims: dict[int, int], by_group: bool = True) -> Any:
+    def _as_indexed(self, sums: Any, dims: dict[int, int]) -> Any:
         """Sums as the array has its axes. dims: which dimension an axis is; over the others it is summed."""
         s = self.shape
-        if by_group and "HK" in self.names:
+        if "HK" in self.names and sums.shape[1] == s.heads:
             sums = sums.unflatten(1, (s.heads_k, s.group)).sum(2)
         others = [d for d in range(sums.ndim) if d not in dims.values()]
         sums = sums.sum(others) if others else sums

@@ -81,6 +81,7 @@ _INTERPRETED = Choice(Tile(128, 128), 4, 1)  # large tiles: an interpreter takes
 _HELD = {
     Pass.FORWARD: Held("q", both=False, loops=1), Pass.D_QUERY: Held("q", both=True, loops=1),
     Pass.D_KEYS: Held("k", both=True, loops=1), Pass.PAIRS: Held("", both=True, loops=1),
+    # Of distances twice as many keys pass by, and queries with them.
     Pass.ARRAYS: Held("q", both=True, loops=2), Pass.DECODE: Held("q", both=False, loops=1),
 }  # fmt: skip
 

@@ -115,8 +115,10 @@ def sequence_of(records, sequence, h, group, PACKED: tl.constexpr):
         record, b = records + sequence * FIELDS, 0
     else:
         record, b = records, sequence
-    begins = tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN)
-    return b, begins[0], begins[1], tl.load(record + N_Q), tl.load(record + N_K), place_of(record, b, h, group)
+    q_begin, k_begin, n_q, n_k = (
+        tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN), tl.load(record + N_Q), tl.load(record + N_K),
+    )  # fmt: skip
+    return b, q_begin, k_begin, n_q, n_k, place_of(record, b, h, group)
 
 
 @triton.jit
@@ -201,12 +203,12 @@ def of_distances(
 
 @triton.jit
 def of_cells(sums, cells, order, begins, sums_steps, cells_steps, AT_ONCE: tl.constexpr):
-    """What distances have, as sums of the cells that they read. order has those of one cell after those of another."""
+    """What rows or distances have, as sums of the cells that they read. order: readers, one cell's after another's."""
     cell, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = tl.load(begins + cell + 1)
     total = tl.zeros([AT_ONCE], tl.float64)
     for first in range(tl.load(begins + cell), end, AT_ONCE):
         at = first + tl.arange(0, AT_ONCE)
-        distance = tl.load(order + at, mask=at < end, other=0)
-        total += tl.load(matrix(sums, sums_steps, b, h, 0) + distance, mask=at < end, other=0.0).to(tl.float64)
+        reader = tl.load(order + at, mask=at < end, other=0)
+        total += tl.load(matrix(sums, sums_steps, b, h, 0) + reader, mask=at < end, other=0.0).to(tl.float64)
     tl.store(matrix(cells, cells_steps, b, h, 0) + cell, tl.sum(total, 0))
