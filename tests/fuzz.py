@@ -246,9 +246,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _wanted(options: argparse.Namespace) -> Wanted:
     """What the options say, and where they say nothing what suits the kernel."""
     system, _, rung = options.kernel.partition("/")
-    half_share, pool, device = options.half_share, options.pool, "cuda" if system == "cuda" else "cpu"
+    on_a_gpu = system == "cuda" or (system == "triton" and os.environ.get("TRITON_INTERPRET") != "1")
+    half_share, pool, device = options.half_share, options.pool, "cuda" if on_a_gpu else "cpu"
     if half_share is None:
-        half_share = 0.0 if not system.startswith("cuda") else {"forward_sm90": 1.0, "": 0.5}.get(rung, 0.0)
+        has_tensor_cores = on_a_gpu or system.startswith("cuda")
+        half_share = {"forward_sm90": 1.0, "": 0.5}.get(rung, 0.0) if has_tensor_cores else 0.0
     if pool is None and device == "cuda":
         pool = POOL
     return Wanted(options.backward_share, half_share, pool, device)

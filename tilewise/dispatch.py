@@ -87,7 +87,7 @@ class System:
     module: str
     attribute: str
     rungs: tuple[str, ...] = ()
-    only_if_named: bool = False  # it simulates another, or was not proven on a GPU yet: `auto` never takes it
+    only_if_named: bool = False  # it simulates another: `auto` never takes it
 
 
 _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
@@ -95,13 +95,13 @@ SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", _CUDA_RUNGS),
-    System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",), only_if_named=True),
+    System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
-DECODING = tuple(name for name in ("cpu", "numpy", "triton", "cuda") if name in NAMES)
+DECODING = ("cpu", "numpy", "triton", "cuda")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 
 

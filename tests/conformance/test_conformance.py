@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 
 # The simulated kernels one by one: each is a text of its own.
-SYSTEMS = (*(name for name in dispatch.NAMES if name != "cuda"), "triton", *dispatch.simulated_rungs())
+SYSTEMS = (*(name for name in dispatch.NAMES if name != "cuda"), *dispatch.simulated_rungs())
 
 # Case by case, so that what is expected of a case is computed once for all systems.
 RUNS = [
@@ -50,10 +50,9 @@ RUNS = [
 
 def _kernel(name: str, case: Case, backward: bool, device: str = "cpu") -> Kernel | None:
     """The kernel, or None if it refuses this case, which is then checked to raise."""
+    has_device = device == "cpu" or pytest.importorskip("torch").cuda.is_available()
     kernel = dispatch.kernel(name)
-    reason = kernel.unavailable()
-    if device != "cpu" and not pytest.importorskip("torch").cuda.is_available():
-        reason = "there is no NVIDIA GPU"
+    reason = kernel.unavailable() if has_device else "there is no NVIDIA GPU"
     if reason is not None:
         pytest.skip(f"{name} cannot run on this machine: {reason}")
     call = on_device(case.inputs().call(), device)

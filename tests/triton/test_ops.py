@@ -10,6 +10,7 @@ from tilewise import dispatch
 from tilewise.arrays import Array
 from tilewise.expr import HK, B, Expr, H, K, Q, load
 from tilewise.kernels.triton import modules, reads
+from tilewise.kernels.triton.ops import function
 from tilewise.kernels.triton.reads import Sharing
 from tilewise.spec import Attention, Lengths
 
@@ -22,7 +23,7 @@ def _values(name: str, expr: Expr) -> tuple[Array, Array]:
     import torch
 
     from tests.triton.table import table
-    from tilewise.kernels.triton.arguments import loaded_by
+    from tilewise.kernels.triton.arguments import keys_of, loaded_by
 
     shape = (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)
     s = torch.from_numpy(np.random.default_rng(0).standard_normal(shape).astype(np.float32))
@@ -31,7 +32,7 @@ def _values(name: str, expr: Expr) -> tuple[Array, Array]:
     place = (
         SHAPE.first_batch, SHAPE.origin_q, SHAPE.origin_k, SHAPE.total_q, SHAPE.total_k, SHAPE.packed_q, SHAPE.packed_k,
     )  # fmt: skip
-    function = getattr(modules.variant(spec), name)
+    function = getattr(modules.variant(spec, keys_of(SHAPE)), name)
     with np.errstate(all="ignore"):
         table[(SHAPE.heads, SHAPE.batch)](
             s, out, place, loaded_by(spec, s), SHAPE.group, SHAPE.n_q, SHAPE.n_k, FUNCTION=function, TILE=16
@@ -58,6 +59,19 @@ def test_random_expressions_are_numpys() -> None:
     for seed, mask in random_conditions():
         s, conditions = _values("mask", mask)
         check_condition(f"seed {seed}", mask, conditions, s)
+
+
+@needs_triton
+@pytest.mark.parametrize("n", [SHAPE.n_k - 3, SHAPE.origin_k + SHAPE.n_k, 999])
+def test_arrays_that_have_all_keys_and_arrays_that_have_not(n: int) -> None:
+    """Of the first, neighbours are loaded together; of the others, the last cell counts for all keys beyond."""
+    cells = np.random.default_rng(n).standard_normal((SHAPE.origin_q + 5, n)).astype(np.float32)
+    few = cells[0, ::2].copy()
+    expr = load(cells, Q, K) + load(few, K)
+    s, scores = _values("score", expr)
+    np.testing.assert_allclose(scores, numpy_values(expr, s), rtol=3e-6, atol=3e-6)
+    complete = [i for i, size in enumerate((n, len(few))) if size >= SHAPE.origin_k + SHAPE.n_k]
+    assert function("score", expr, Attention(1.0, None, expr).loaded, complete).count("cell_of") == len(complete)
 
 
 # -- who shares a cell ------------------------------------------------------------------------------------------------

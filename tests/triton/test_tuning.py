@@ -57,6 +57,18 @@ def test_arrays_of_pairs_take_room_and_others_do_not() -> None:
     assert plain == rows and pairs - plain == 2 * 64 * 64 * (1 + 4)
 
 
+def test_a_variants_cells_take_stages_and_not_the_place_of_other_programs() -> None:
+    wanted, limit = Choice(Tile(64, 64), 4, 4), 227 << 10
+    choices = [fitting.fitted(wanted, spec, SHAPE, HELD, limit) for spec in (Attention(1.0), BIAS)]
+    plain, biased = (
+        limit // fitting.shared_bytes(choice, spec, SHAPE, HELD)
+        for choice, spec in zip(choices, (Attention(1.0), BIAS), strict=True)
+    )
+    assert choices[0] == wanted and choices[1].tile == wanted.tile and 2 <= choices[1].stages < wanted.stages
+    assert biased >= plain > 1
+    assert limit // fitting.shared_bytes(wanted, BIAS, SHAPE, HELD) < plain
+
+
 def test_less_room_takes_stages_first_and_then_the_tile_that_passes_by() -> None:
     wanted, sizes = Choice(Tile(128, 64), 8, 4), []
     for limit in range(200 << 10, 20 << 10, -(4 << 10)):

@@ -71,12 +71,15 @@ class TritonKernel:
     ) -> Grads:  # fmt: skip
         from tilewise.kernels.triton.launch import backward
 
-        held = Partial(_as_result(saved.out, q), _tensor(saved.lse).contiguous())  # another system may have saved them
+        dtype = _computed_with(_tensor(d_out), _tensor(q))
+        held = Partial(_rows(saved.out, dtype), _tensor(saved.lse).contiguous())  # another system may have saved them
         d_lse = None if d_lse is None else _tensor(d_lse)
-        grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _as_result(d_out, q), d_lse, tile)
+        wide_q, wide_k, wide_v = (_tensor(x).to(dtype) for x in (q, k, v))
+        grads = backward(spec, wide_q, wide_k, wide_v, held, _rows(d_out, dtype), d_lse, tile)
+        d_q, d_k, d_v = (_like(grad.to(_tensor(x).dtype), x) for grad, x in ((grads.q, q), (grads.k, k), (grads.v, v)))
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
         wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
-        return Grads(_like(grads.q, q), _like(grads.k, k), _like(grads.v, v), sinks, wanted)
+        return Grads(d_q, d_k, d_v, sinks, wanted)
 
     def decode(self, spec: Attention, q: Any, cache: Cache) -> Partial:
         from tilewise.kernels.triton.launch_decode import decode
@@ -94,9 +97,14 @@ def _tensor(x: Any) -> Any:
     return x if arrays.is_torch(x) else arrays.as_tensor(x)
 
 
-def _as_result(x: Any, q: Any) -> Any:
-    """An output, or the gradient of one, in its type, numbers of a row side by side."""
-    x = _tensor(x).to(_tensor(q).dtype)
+def _computed_with(d_out: Any, q: Any) -> Any:
+    """The type of q, or float32 where the output's gradient is wider than q: it would lose what it has."""
+    return sys.modules["torch"].float32 if d_out.element_size() > q.element_size() else q.dtype
+
+
+def _rows(x: Any, dtype: Any) -> Any:
+    """In a type, numbers of a row side by side."""
+    x = _tensor(x).to(dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

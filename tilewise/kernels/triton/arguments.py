@@ -26,10 +26,16 @@ T = TypeVar("T")
 
 
 def planned(spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool = False) -> tuple[Any, ...]:
-    """The grid; the records of its tiles with their steps, their runs, and the variant's arrays."""
+    """The grid; the records of its tiles, their runs, and the variant's arrays."""
     made = _plan_on(q.device, spec, shape, tile, by_key)
     grid = made.tiles, shape.heads_k if by_key else shape.heads, shape.batch
-    return grid, made.records, made.steps, made.runs, loaded_by(spec, q)
+    return grid, records_of(spec, shape, made.records, made.steps), made.runs, loaded_by(spec, q)
+
+
+def records_of(spec: Attention, shape: Shape, records: Any, steps: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
+    """Records as kernels take them: with their steps, and whether all variables begin at 0."""
+    from_zero = spec.lengths is None and shape.origin_q == shape.origin_k == 0
+    return records, *steps, tl.constexpr(from_zero)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +97,13 @@ def sequences_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
     def make() -> Any:
         return torch.from_numpy(sequences(shape, spec.lengths)).to(q.device)
 
-    return kept_on(q.device, ("sequences", shape, key_of(spec.lengths)), (), make), loaded_by(spec, q)
+    records = kept_on(q.device, ("sequences", shape, key_of(spec.lengths)), (), make)
+    return records_of(spec, shape, records), loaded_by(spec, q)
+
+
+def keys_of(shape: Shape) -> int:
+    """Numbers of keys are below this one, K and KP."""
+    return shape.origin_k + shape.n_k
 
 
 def loaded_by(spec: Attention, q: Any) -> tuple[Any, Any, Any]:
@@ -126,14 +138,14 @@ def maps(spec: Attention, rows: int, **given: Any) -> dict[str, Any]:
     """
     suits = spec.lengths is None and spec.rope is None and all(map(_suits_copy_engine, given.values()))
     return {
-        f"{name}_map": TensorDescriptor.from_tensor(x, [1, 1, rows, power_of_2(x.shape[3])]) if suits else None
+        f"{name}_map": TensorDescriptor.from_tensor(x, [1, 1, rows, *map(power_of_2, x.shape[3:])]) if suits else None
         for name, x in given.items()
     }
 
 
 def _suits_copy_engine(x: Any) -> bool:
     """It takes rows that begin at multiples of 16 bytes, each elsewhere: what is expanded lies too close."""
-    steps = [step * x.element_size() for step in x.stride()[:3]]
+    steps = [step * x.element_size() for step in x.stride()[:-1]]
     lies_apart = all(step % 16 == 0 and 0 < step < 2**40 for step in steps)
     return _has_copy_engine(x.device) and x.numel() > 0 and x.data_ptr() % 16 == 0 and lies_apart
 

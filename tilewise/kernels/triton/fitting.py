@@ -52,6 +52,10 @@ def fitted(choice: Choice, spec: Attention, shape: Shape, held: Held, limit: int
 
 @cache
 def _fitted(choice: Choice, sizes: Sizes, held: Held, limit: int) -> Choice:
+    """Stages that hold a variant's cells as well would crowd out other programs: rather fewer stages than those."""
+    programs = max(1, limit // _shared_bytes(choice, sizes._replace(cells=0), held))
+    while choice.stages > 2 and programs * _shared_bytes(choice, sizes, held) > limit:
+        choice = replace(choice, stages=choice.stages - 1)
     while _shared_bytes(choice, sizes, held) > limit:
         smaller = _smaller(choice, held)
         if smaller is None:

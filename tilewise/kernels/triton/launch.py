@@ -14,6 +14,7 @@ from tilewise.expr import S
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import (
     functions,
+    keys_of,
     loaded_by,
     maps,
     planned,
@@ -21,7 +22,6 @@ from tilewise.kernels.triton.arguments import (
     steps_of,
     tensor,
 )
-from tilewise.kernels.triton.fitting import LEAST, power_of_2
 from tilewise.kernels.triton.launch_gradients import of_arrays
 from tilewise.kernels.triton.source import backward as backward_kernels
 from tilewise.kernels.triton.source import basic as basic_kernel
@@ -29,8 +29,6 @@ from tilewise.kernels.triton.source import forward as forward_kernels
 from tilewise.kernels.triton.tuning import Pass, chosen
 from tilewise.kernels.triton.turning import turning
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
-
-_DELTAS = 8192  # numbers of a program that computes delta, in 16 to 64 rows
 
 
 # Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
@@ -45,12 +43,12 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
     if basic:
         choice = replace(choice, tile=Tile(1, choice.tile.k))
     grid, *rest = planned(replace(spec, mask=None, score=None) if basic else spec, shape, choice.tile, q)
+    told = functions(spec, modules.variant(spec, keys_of(shape)), "score", "mask")
     if 0 not in grid:
         kernel = basic_kernel.basic if basic else forward_kernels.forward
         kernel[grid](
             q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest[:-1], loaded_by(spec, q), shape.group,
-            spec.scale, **functions(spec, modules.variant(spec), "score", "mask"), HAS_SINKS=spec.sinks is not None,
-            **sizes(shape, choice.tile), **choice.options,
+            spec.scale, **told, HAS_SINKS=spec.sinks is not None, **sizes(shape, choice.tile), **choice.options,
             **({} if basic else turning(spec, shape, q) | maps(spec, choice.tile.k, k=k, v=v)),
         )  # fmt: skip
     return Partial(out, lse)
@@ -62,19 +60,23 @@ def backward(
 ) -> Grads:
     """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
     shape = Shape.of(spec, q, k, v)
-    d_q, d_k, d_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = _delta(saved.out, d_out, d_lse)
+    # Kernels write all rows but those that lie in no sequence.
+    new = torch.empty if spec.lengths is None else torch.zeros
+    d_q, d_k, d_v = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    shift, delta = (new(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    held = saved.out, saved.lse, d_lse
+    held_steps = tuple(None if x is None else steps_of(x) for x in held)
     slope = score_slopes(spec)[S]
-    variant = modules.variant(spec, {} if slope is ONE else {"slope": slope})
+    variant = modules.variant(spec, keys_of(shape), {} if slope is ONE else {"slope": slope})
     turned = turning(spec, shape, q)
     told = functions(spec, variant, "score", "mask", "slope") | turned
-    given = (q, k, v, d_out, saved.lse, delta)
+    given = (q, k, v, d_out, shift, delta)
     steps = tuple(map(steps_of, given[:5]))
     choice = chosen(Pass.D_QUERY, spec, shape, tile)
     grid, *rest = planned(spec, shape, choice.tile, q)
     if 0 not in grid:
         backward_kernels.d_query[grid](
-            *given, d_q, *steps, steps_of(d_q), *rest, shape.group, spec.scale,
+            *given, held, d_q, *steps, held_steps, steps_of(d_q), *rest, shape.group, spec.scale,
             **maps(spec, choice.tile.k, k=k, v=v), **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     choice = chosen(Pass.D_KEYS, spec, shape, tile)
@@ -82,23 +84,11 @@ def backward(
     if 0 not in grid:
         backward_kernels.d_keys[grid](
             *given, d_k, d_v, *steps, steps_of(d_k), steps_of(d_v), *rest, shape.group, spec.scale,
-            **maps(spec, choice.tile.q, q=q, d_out=d_out), **told, **sizes(shape, choice.tile), **choice.options,
+            **maps(spec, choice.tile.q, q=q, d_out=d_out, shift=shift, delta=delta), **told,
+            **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
     return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, tile, given, turned))
-
-
-def _delta(out: Any, d_out: Any, d_lse: Any) -> Any:
-    batch, heads, n, d_v = out.shape
-    delta = torch.empty((batch, heads, n), dtype=torch.float32, device=out.device)
-    rows = max(LEAST, min(64, _DELTAS // power_of_2(d_v)))
-    grid = (-(-n // rows), heads, batch)
-    if 0 not in grid:
-        given = out, d_out, delta if d_lse is None else d_lse, delta
-        backward_kernels.prepare[grid](
-            *given, *map(steps_of, given), n, HAS_D_LSE=d_lse is not None, ROWS=rows, D_V=d_v, COLUMNS=power_of_2(d_v)
-        )
-    return delta
 
 
 def _d_sinks(sinks: Any, lse: Any, delta: Any) -> Any:

@@ -42,7 +42,7 @@ def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
     is_whole = splits == 1
     parts = Partial(out, lse) if is_whole else _parts(shape, splits, q.device)
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
-    variant = modules.variant(spec)
+    variant = modules.variant(spec, cache.capacity)
     grid = splits * row_tiles, shape.heads_k, shape.batch
     decode_kernels.decode[grid](
         q, k, v, parts.out, parts.lse, sinks, *_read(cache), steps_of(q), steps_of(k), steps_of(v),

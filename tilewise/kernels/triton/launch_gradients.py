@@ -8,19 +8,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewise import arrays
 from tilewise.arrays import Array
+from tilewise.derivative import ONE
 from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import (
     functions,
     kept_on,
     key_of,
+    keys_of,
     maps,
     planned,
     sequences_of,
     sizes,
     steps_of,
-    tensor,
 )
 from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, readers_of_cells, reads
 from tilewise.kernels.triton.source import gradients
@@ -32,13 +34,13 @@ from tilewise.walking import loads
 def of_arrays(
     spec: Attention, shape: Shape, tile: Tile | None, given: tuple[Any, ...], turned: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The gradient of every array that wants one. given: q, k, v, d_out, lse, delta; turned: what turns q and k."""
+    """The gradient of every array that wants one. given: q, k, v, d_out, shift, delta; turned: what turns q and k."""
     made: dict[int, Any] = {}
     for read in reads(spec):
         kind = Pass.PAIRS if read.sharing is Sharing.PAIRS else Pass.ARRAYS
         part = _Sum(spec, shape, chosen(kind, spec, shape, tile), given, turned, read).gradient()
         made[id(read.array)] = part if id(read.array) not in made else made[id(read.array)] + part
-    return tuple(made[id(slot.array)].to(tensor(slot.array, "cpu").dtype) for slot in spec.wanted)
+    return tuple(made[id(slot.array)].to(getattr(torch, arrays.dtype_name(slot.array))) for slot in spec.wanted)
 
 
 class _Sum:
@@ -50,7 +52,7 @@ class _Sum:
         self.spec, self.shape, self.given, self.read = spec, shape, given, read
         self.tile, self.options = choice.tile, choice.options
         self.device = given[0].device
-        variant = modules.variant(spec, {"part": read.slope})
+        variant = modules.variant(spec, keys_of(shape), {} if read.slope is ONE else {"part": read.slope})
         self.functions = functions(spec, variant, "score", "mask", "part") | turned
         self.steps = tuple(map(steps_of, given[:5]))
         self.names = [i.payload if i.op == "var" else None for i in read.node.args]
@@ -110,14 +112,14 @@ class _Sum:
         key_tiles = -(-self.most_k // tile.k)
         grid = -(-self.most_q // tile.q) * key_tiles, kept[0] * kept[1]
         if 0 not in (*grid, self.sequences, s.heads):
-            records, loaded = sequences_of(self.spec, s, self.given[0])
+            q, k, v, d_out, *_ = self.given
+            records, loaded = sequences_of(self.spec, s, q)
             gradients.of_pairs[grid](
                 *self.given, grad, *self.steps, steps_of(grad), records, loaded, s.group, self.spec.scale,
                 most_q=self.most_q, most_k=self.most_k, key_tiles=key_tiles, kept_heads=kept[1],
                 summed_batch=self.sequences // kept[0], summed_heads=s.heads // kept[1],
                 **self.functions, **self.options, **sizes(s, tile), PACKED=self._is_packed,
-                **maps(self.spec, tile.q, q=self.given[0], d_out=self.given[3]),
-                **maps(self.spec, tile.k, k=self.given[1], v=self.given[2]),
+                **maps(self.spec, tile.q, q=q, d_out=d_out), **maps(self.spec, tile.k, k=k, v=v),
             )  # fmt: skip
         last = len(self.names)
         return self._as_indexed(grad, {**self._outer_dims(), last - 2: 2, last - 1: 3})

@@ -28,19 +28,21 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def variant(spec: Attention, extra: dict[str, Expr] | None = None) -> ModuleType | None:
-    """The functions of a variant: `mask` and `score` where it has them, and what `extra` names."""
+def variant(spec: Attention, n_k: int, extra: dict[str, Expr] | None = None) -> ModuleType | None:
+    """The functions of a variant: `mask` and `score` where it has them, and what `extra` names. n_k: keys at most."""
     named = {"score": spec.score, "mask": spec.mask, **(extra or {})}
     slots = spec.loaded
-    texts = tuple(_function(name, expr, slots) for name, expr in named.items() if expr is not None)
+    complete = tuple(i for i, slot in enumerate(slots) if slot.array.shape and slot.array.shape[-1] >= n_k)
+    texts = tuple(_function(name, expr, slots, complete) for name, expr in named.items() if expr is not None)
     return _module(texts) if texts else None
 
 
-def _function(name: str, expr: Expr, slots: list[Loaded]) -> str:
+def _function(name: str, expr: Expr, slots: list[Loaded], complete: tuple[int, ...]) -> str:
     """Written once for an expression whose arrays have these places among all."""
     places = {id(slot.array): i for i, slot in enumerate(slots)}
     own = tuple(places[id(slot.array)] for slot in loads(expr))
-    return remembered(expr, ("triton", name, own), lambda expr: function(name, expr, slots))
+    key = "triton", name, own, tuple(i for i in own if i in complete)
+    return remembered(expr, key, lambda expr: function(name, expr, slots, complete))
 
 
 @cache

@@ -12,6 +12,7 @@ from tilewise.walking import OpTable, evaluate
 
 VARIABLES = ("B", "H", "HK", "Q", "K", "QP", "KP", "NQ", "NK")
 _GIVEN = ", ".join(("S", *VARIABLES, "arrays", "sizes", "steps"))
+_KEYS = ("K", "KP")
 _VARYING = ("S", "Q", "K", "QP", "KP")
 _INT, _FLOAT, _BOOL = "int", "float", "bool"
 
@@ -27,9 +28,12 @@ class Value:
     varies: bool = False  # within a tile
 
 
-def function(name: str, expr: Expr, slots: Sequence[Loaded]) -> str:
-    """The expression as a function; `slots` are the arrays in the order in which kernels are given them."""
-    writer = _Writer({id(slot.array): i for i, slot in enumerate(slots)})
+def function(name: str, expr: Expr, slots: Sequence[Loaded], complete: Sequence[int] = ()) -> str:
+    """The expression as a function; `slots` are the arrays in the order in which kernels are given them.
+
+    complete: the numbers of those that have a cell for every key along their last axis.
+    """
+    writer = _Writer({id(slot.array): i for i, slot in enumerate(slots)}, complete)
     result: Value = evaluate(expr, _Variables(), writer.ops())
     body = "".join(f"    {name} = {text}\n" for text, name in writer.names.items())
     return f"@triton.jit\ndef {name}({_GIVEN}):\n{body}    return {result.text}\n"
@@ -45,6 +49,7 @@ class _Writer:
     """Statements, each written once however often its value is used."""
 
     numbers: dict[int, int]  # of arrays, by id
+    complete: Sequence[int]
     names: dict[str, str] = field(default_factory=dict)
 
     def value(self, text: str, kind: str, *of: Value) -> Value:
@@ -138,8 +143,13 @@ class _Writer:
     def _load(self, slot: Loaded, *index: Value) -> Value:
         """A cell; indices are clamped to the array, so that nothing is ever read outside it."""
         number, kind = self.numbers[id(slot.array)], arrays.value_kind(slot.array)
-        offsets = "".join(f" + {self._offset(number, axis, i).text}" for axis, i in enumerate(index))
-        cell = f"tl.load(arrays[{number}]{offsets})"
+        offsets = [self._offset(number, axis, i).text for axis, i in enumerate(index)]
+        row = " + ".join([f"arrays[{number}]", *offsets[:-1]])
+        if index and index[-1].text in _KEYS and number in self.complete:
+            axis = f"[{number}][{len(index) - 1}]"
+            cell = f"cell_of({row}, {index[-1].text}, sizes{axis}, steps{axis})"
+        else:
+            cell = f"tl.load({' + '.join([row, *offsets[-1:]])})"
         if kind == _BOOL:
             return self.condition(cell, "!=", "0", *index)
         wide = arrays.dtype_name(slot.array) == "int64"

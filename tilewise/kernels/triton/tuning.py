@@ -51,11 +51,11 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
         512: Choice(Tile(32, 16), 4, 1),
     },
     Pass.D_KEYS: {
-        64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(32, 64), 4, 3), 256: Choice(Tile(64, 64), 8, 2),
+        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(64, 64), 4, 2), 256: Choice(Tile(64, 64), 8, 2),
         512: Choice(Tile(16, 32), 4, 1),
     },
     Pass.PAIRS: {
-        64: Choice(Tile(128, 64), 8, 3), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 64), 4, 1),
+        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 64), 4, 1),
         512: Choice(Tile(16, 16), 4, 1),
     },
     Pass.ARRAYS: {

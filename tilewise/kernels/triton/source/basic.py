@@ -22,14 +22,14 @@ from tilewise.kernels.triton.source.tiles import (
 @triton.jit
 def basic(
     q, k, v, out, lse, sinks, q_steps, k_steps, v_steps, out_steps, lse_steps,
-    records, record_steps, runs, loaded, group, scale,
+    records, runs, loaded, group, scale,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    query, q_begin, k_begin, n_q, n_k, _, _, place = tile_of(records, record_steps, b, h, group)
+    query, q_begin, k_begin, n_q, n_k, _, _, place = tile_of(records, b, h, group, TILE_Q)
     k, v = matrix(k, k_steps, b, h // group, k_begin), matrix(v, v_steps, b, h // group, k_begin)
     column, column_v = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
 

@@ -23,14 +23,14 @@ from tilewise.kernels.triton.source.tiles import (
 @triton.jit
 def forward(
     q, k, v, out, lse, sinks, q_steps, k_steps, v_steps, out_steps, lse_steps,
-    records, record_steps, runs, loaded, group, scale, turns, k_map, v_map,
+    records, runs, loaded, group, scale, turns, k_map, v_map,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
-    first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, record_steps, b, h, group)
+    first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, b, h, group, TILE_Q)
 
     # 1 load q
     query = first + tl.arange(0, TILE_Q)

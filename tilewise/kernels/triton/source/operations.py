@@ -8,6 +8,12 @@ import triton.language as tl
 
 
 @triton.jit
+def cell_of(row, key, size, step):
+    """row[key]. Of a clamped index Triton would not know that neighbours lie side by side, and load them one by one."""
+    return tl.load(row + tl.cast(key, tl.int64) * step, mask=(key >= 0) & (key < size), other=0)
+
+
+@triton.jit
 def floor_quotient(a, b):
     """Whole numbers: floored, and 0 if divided by 0."""
     divisor = tl.where(b == 0, 1, b)

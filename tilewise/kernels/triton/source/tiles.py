@@ -25,25 +25,36 @@ FIELDS: tl.constexpr = tl.constexpr(14)
 
 
 @triton.jit
-def tile_of(records, record_steps, b, h, group):
-    """This program's tile: its first query or key, where its sequence's rows begin and how many there are, the first of
-    its runs and the one behind the last, and what variables begin at."""
-    record = records + b * record_steps[0] + h * record_steps[1] + tl.program_id(0) * FIELDS
+def tile_of(records, b, h, group, SIZE: tl.constexpr):
+    """This program's tile: its first query or key, a multiple of SIZE, where its sequence's rows begin and how many
+    there are, the first of its runs and the one behind the last, and what variables begin at."""
+    record = records[0] + b * records[1] + h * records[2] + tl.program_id(0) * FIELDS
     first_run = tl.load(record + FIRST_RUN)
     return (
-        tl.load(record + FIRST), tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN), tl.load(record + N_Q),
-        tl.load(record + N_K), first_run, first_run + tl.load(record + N_RUNS), place_of(record, b, h, group),
+        tl.multiple_of(tl.load(record + FIRST), SIZE), tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN),
+        tl.load(record + N_Q), tl.load(record + N_K), first_run, first_run + tl.load(record + N_RUNS),
+        at_head(place_of(record, records[3]), b, h, group),
     )  # fmt: skip
 
 
 @triton.jit
-def place_of(record, b, h, group):
-    """What variables begin at."""
+def place_of(record, FROM_ZERO: tl.constexpr):
+    """What variables begin at. Where Triton knows that it is 0, it reads several cells of a variant's array at once."""
     at = record + PLACE
-    return (
-        tl.load(at) + b, h, h // group, tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4),
-        tl.load(at + 5), tl.load(at + 6),
-    )  # fmt: skip
+    if FROM_ZERO:
+        origin_q, origin_k, packed_q, packed_k = 0, 0, 0, 0
+    else:
+        origin_q, origin_k, packed_q, packed_k = (
+            tl.load(at + 1), tl.load(at + 2), tl.load(at + 5), tl.load(at + 6),
+        )  # fmt: skip
+    return tl.load(at), origin_q, origin_k, tl.load(at + 3), tl.load(at + 4), packed_q, packed_k
+
+
+@triton.jit
+def at_head(place, b, h, group):
+    """What variables begin at, those for batch indices and heads among them."""
+    first_b, origin_q, origin_k, total_q, total_k, packed_q, packed_k = place
+    return first_b + b, h, h // group, origin_q, origin_k, total_q, total_k, packed_q, packed_k
 
 
 @triton.jit
@@ -115,8 +126,8 @@ def binary(scale, RAW: tl.constexpr):
 @triton.jit
 def fused(x, y, z):
     """x * y + z, rounded once."""
-    y, z = tl.zeros_like(x) + y, tl.zeros_like(x) + z
     if INTERPRETED:
+        y, z = tl.zeros_like(x) + y, tl.zeros_like(x) + z
         return (x.to(tl.float64) * y.to(tl.float64) + z.to(tl.float64)).to(tl.float32)
     return tl.fma(x, y, z)
 
