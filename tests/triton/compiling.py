@@ -80,6 +80,8 @@ def _project(dtype: torch.dtype, d: int, rope: tw.Rope | None) -> None:
     turn = None if rope is None else rotation_on(x.device, rope, (range(160),), d)
     y = launch_projection.project(x, w, w[0], turn, 4, 3)
     launch_projection.gather(y, turn, 3)
+    launch_projection.project(x, w.T.contiguous().T, None, turn, 4, 3)
+    launch_projection.project(x[:, :150], w, None, turn, 4, 3)  # which no copy engine takes
 
 
 def main() -> None:
@@ -101,6 +103,7 @@ def main() -> None:
         _call(Attention(0.1, causal, tw.S + scores[0] + scores[2], rope=rope), dtype, 64)
     for dtype, d, rope in (
         (torch.bfloat16, 128, tw.Rope()), (torch.float16, 80, tw.Rope(24, interleaved=True)), (torch.float32, 64, None),
+        (torch.bfloat16, 96, tw.Rope(24)), (torch.float16, 512, tw.Rope()),
     ):  # fmt: skip
         _project(dtype, d, rope)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)

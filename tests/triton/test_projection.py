@@ -24,19 +24,22 @@ ROPES = {
 }
 
 
-def problem(batch: int, n: int, features: int, d: int, dtype: str = "float64", library: str = "torch") -> list[Any]:
-    """x, w and b for 4 heads of queries and 2 of keys."""
+def problem(
+    batch: int, n: int, features: int, d: int, dtype: str = "float64", library: str = "torch", heads: int = 4
+) -> list[Any]:
+    """x, w and b for 2 heads of keys."""
     rng = np.random.default_rng([batch, n, features, d])
-    sizes = (batch, n, features), (features, 8 * d), (8 * d,)
+    columns = (heads + 4) * d
+    sizes = (batch, n, features), (features, columns), (columns,)
     return [store(rng.standard_normal(size), dtype, library) for size in sizes]
 
 
-def exact(x: Any, w: Any, b: Any, rope: tw.Rope | None, positions: Any = None) -> list[np.ndarray]:
+def exact(x: Any, w: Any, b: Any, rope: tw.Rope | None, positions: Any = None, heads: int = 4) -> list[np.ndarray]:
     """q, k and v in NumPy's float64, the embedding by complex numbers."""
     x, w = (np.asarray(a.double() if isinstance(a, torch.Tensor) else a, np.float64) for a in (x, w))
     y = x @ w + (0 if b is None else np.asarray(b.double() if isinstance(b, torch.Tensor) else b, np.float64))
-    y = y.reshape(*x.shape[:2], 8, -1).swapaxes(1, 2)
-    q, k, v = y[:, :4], y[:, 4:6], y[:, 6:]
+    y = y.reshape(*x.shape[:2], heads + 4, -1).swapaxes(1, 2)
+    q, k, v = y[:, :heads], y[:, heads:-2], y[:, -2:]
     if rope is None:
         return [q, k, v]
     at = np.arange(x.shape[1]) if positions is None else positions
@@ -69,6 +72,70 @@ def test_triton_rounds_half_precision_once(dtype: str) -> None:
         assert one.dtype == x.dtype
 
 
+HEADS = {
+    "two tiles, and a third half full": (16, tw.Rope()),
+    "half of a head is not turned": (16, tw.Rope(8)),
+    "pairs that are no power of 2": (16, tw.Rope(6)),
+    "narrow": (4, tw.Rope(interleaved=True)),
+    "padded": (20, tw.Rope()),
+    "padded, a part": (24, tw.Rope(12)),
+    "padded, a part that is a power of 2": (24, tw.Rope(8)),
+    "wider than a tile": (288, tw.Rope()),
+    "a single number": (1, None),
+}
+LAYOUTS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "plain": lambda x, w: (x, w),
+    "weight.T": lambda x, w: (x, w.T.contiguous().T),
+    "gaps in the batch": lambda x, w: (torch.cat([x, x], 1)[:, : x.shape[1]], w),
+    "gaps in the batch, weight.T": lambda x, w: (torch.cat([x, x], 1)[:, : x.shape[1]], w.T.contiguous().T),
+    "every other number": lambda x, w: (
+        torch.stack([x, x], 3).flatten(2)[..., ::2], torch.stack([w, w], 2).flatten(1)[:, ::2],
+    ),
+}  # fmt: skip
+FEATURES = {"whole tiles": 64, "a part of one": 44, "no multiple of 16 bytes": 45}
+LIE = [
+    ("plain", "whole tiles"), ("plain", "a part of one"), ("plain", "no multiple of 16 bytes"),
+    ("weight.T", "a part of one"), ("gaps in the batch", "whole tiles"), ("gaps in the batch", "a part of one"),
+    ("gaps in the batch, weight.T", "a part of one"), ("every other number", "a part of one"),
+]  # fmt: skip
+
+
+@needs_triton
+@pytest.mark.parametrize(("layout", "features"), LIE)
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_every_width_however_arrays_lie(name: str, layout: str, features: str) -> None:
+    """10 heads, of which 8 are turned."""
+    d, rope = HEADS[name]
+    x, w, b = problem(2, 37, FEATURES[features], d, "float32", heads=6)
+    x, w = LAYOUTS[layout](x, w)
+    found = tw.fused_qkv_projection(x, w, b, heads=6, heads_k=2, rope=rope, kernel="triton")
+    check(found, exact(x, w, b, rope, heads=6), "float32", FEATURES[features])
+
+
+@needs_triton
+def test_what_a_copy_engine_takes() -> None:
+    """In the interpreter, which does as if it had one."""
+    from tilewise.kernels.triton.launch_projection import _suit_copy_engine
+
+    def suit(layout: str, features: int = 44, d: int = 12) -> bool:
+        x, w, _ = problem(2, 5, features, d, "float32")
+        return _suit_copy_engine(*LAYOUTS[layout](x, w), d)
+
+    assert suit("plain") and suit("weight.T") and suit("weight.T", d=10)
+    assert not (suit("gaps in the batch") or suit("plain", features=45) or suit("plain", d=10))
+
+
+@needs_triton
+@pytest.mark.parametrize("layout", ["plain", "gaps in the batch"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_more_rows_than_go_together(dtype: str, layout: str) -> None:
+    """Programs take tiles of rows in turns; the last turn, and the last tile, are not full."""
+    x, w, b = problem(3, 1500, 24, 8, dtype)
+    x, w = LAYOUTS[layout](x, w)
+    found = tw.fused_qkv_projection(x, w, b, heads=4, heads_k=2, rope=tw.Rope(), kernel="triton")
+    check(found, exact(x, w, b, tw.Rope()), dtype, 24)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_linear_layers_weight_without_a_bias(kernel: str) -> None:
     """Its weight is stored the other way round, and x may be a view."""
@@ -81,14 +148,13 @@ def test_a_linear_layers_weight_without_a_bias(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", ["none", "halves", "a part, interleaved"])
-def test_gradients(kernel: str, name: str) -> None:
+@pytest.mark.parametrize("name", ["none", "halves", "a part", "a part, interleaved"])
+@pytest.mark.parametrize("d", [10, 16])
+def test_gradients(kernel: str, name: str, d: int) -> None:
     """Those of x, w and b are PyTorch's own, of the same in float64."""
-    given = [a.requires_grad_() for a in problem(2, 7, 33, 10, "float32")]
+    given = [a.requires_grad_() for a in problem(2, 7, 33, d, "float32")]
     wide = [a.detach().double().requires_grad_() for a in given]
-    pulled = [
-        torch.from_numpy(np.random.default_rng(i).standard_normal((2, h, 7, 10))) for i, h in enumerate((4, 2, 2))
-    ]
+    pulled = [torch.from_numpy(np.random.default_rng(i).standard_normal((2, h, 7, d))) for i, h in enumerate((4, 2, 2))]
 
     def gradients(kernel: str, inputs: list[Any]) -> Any:
         made = tw.fused_qkv_projection(*inputs, heads=4, heads_k=2, rope=ROPES[name], kernel=kernel)

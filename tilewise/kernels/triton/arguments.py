@@ -136,14 +136,14 @@ def maps(spec: Attention, rows: int, **given: Any) -> dict[str, Any]:
 
     It knows where an array ends, not where a packed sequence does, and it turns nothing.
     """
-    suits = spec.lengths is None and spec.rope is None and all(map(_suits_copy_engine, given.values()))
+    suits = spec.lengths is None and spec.rope is None and all(map(suits_copy_engine, given.values()))
     return {
         f"{name}_map": TensorDescriptor.from_tensor(x, [1, 1, rows, *map(power_of_2, x.shape[3:])]) if suits else None
         for name, x in given.items()
     }
 
 
-def _suits_copy_engine(x: Any) -> bool:
+def suits_copy_engine(x: Any) -> bool:
     """It takes rows that begin at multiples of 16 bytes, each elsewhere: what is expanded lies too close."""
     steps = [step * x.element_size() for step in x.stride()[:-1]]
     lies_apart = all(step % 16 == 0 and 0 < step < 2**40 for step in steps)
