@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 import torch
 
 import tilewise as tw
+from tests.problems import assert_close
 from tests.triton.test_ops import needs_triton
-from tilewise import arrays
+from tilewise import arrays, rotating
 from tilewise.cases import Case
 from tilewise.contract import (
     backward_results,
@@ -151,3 +154,127 @@ def test_a_case_without_pairs_is_what_it_was() -> None:
 
     call = Case("causal", "ragged").inputs().call()
     assert turning(call.spec, call.shape, call.q) == {"turns": None, "PAIRS": 0, "INTERLEAVED": False}
+
+
+# -- the operator -----------------------------------------------------------------------------------------------------
+ROPES = {
+    "halves": tw.Rope(),
+    "interleaved": tw.Rope(interleaved=True),
+    "a part": tw.Rope(6),
+    "a part, interleaved": tw.Rope(6, interleaved=True),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tw.apply_rope takes the kernel for tensors in main memory, by Triton's interpreter."""
+    from tilewise.pytorch import turning
+
+    monkeypatch.setattr(rotating, "is_on_gpu", lambda x: True)
+    monkeypatch.setattr(turning, "is_available", lambda device, dtype: dtype != "float64")
+
+
+def plainly(x: Any, rope: tw.Rope, positions: Any = None) -> np.ndarray:
+    """By NumPy, in float64."""
+    at = np.arange(x.shape[-2]) if positions is None else positions.numpy()
+    turned = tw.apply_rope(x.detach().double().numpy(), rope, positions=at)
+    assert isinstance(turned, np.ndarray)
+    return turned
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(2, 5, 300, 16), (3, 1, 1, 10), (1, 2, 33, 200), (2, 2, 0, 8)])
+def test_whole_tensors(shape: tuple[int, ...], dtype: str, name: str, as_on_a_gpu: None) -> None:
+    """Tiles of rows and groups of heads, some of them ragged: the same bits as PyTorch's operations have."""
+    x = torch.from_numpy(np.random.default_rng(shape).standard_normal(shape)).to(getattr(torch, dtype))
+    made = tw.apply_rope(x, ROPES[name])
+    assert made.is_contiguous()
+    assert torch.equal(made, rotating.rotation_of(ROPES[name], *shape[2:], like=x).turned(x.float()).to(x.dtype))
+
+
+@needs_triton
+def test_tensors_that_lie_anyhow(as_on_a_gpu: None) -> None:
+    """Rows apart, heads side by side, columns apart, one batch index for all; positions of each of them."""
+    rope, positions = tw.Rope(), torch.tensor([[7, 1, 70_000, 3, 0], [2, 9, 4, 1, 1]])
+    whole = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 5, 4, 16)).astype(np.float32))
+    views = [
+        whole.transpose(1, 2), whole.transpose(1, 2)[:, ::2, :, 4:12], whole.transpose(1, 2)[..., ::2],
+        whole[:1].expand(2, -1, -1, -1).transpose(1, 2),
+    ]  # fmt: skip
+    for x in views:
+        assert_close(tw.apply_rope(x, rope, positions=positions), plainly(x, rope, positions), "float32")
+    assert_close(tw.apply_rope(views[0][0, 0], rope), plainly(views[0][0, 0], rope), "float32")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ROPES)
+def test_gradients_are_turned_back(name: str, as_on_a_gpu: None) -> None:
+    """And theirs forward again."""
+    rng = np.random.default_rng(0)
+    x, d_y, g = (torch.from_numpy(rng.standard_normal((2, 3, 5, 8)).astype(np.float32)).requires_grad_() for _ in "xdg")
+    y = tw.apply_rope(x, ROPES[name])
+    (d_x,) = torch.autograd.grad(y, x, d_y, create_graph=True)
+    wide = x.detach().double().requires_grad_()
+    (want,) = torch.autograd.grad(tw.apply_rope(wide, ROPES[name]), wide, d_y.detach().double())
+    assert_close(d_x, want.numpy(), "float32")
+    (again,) = torch.autograd.grad(d_x, d_y, g)
+    assert_close(again, plainly(g, ROPES[name]), "float32")
+
+
+@needs_triton
+@pytest.mark.parametrize("positions", [False, True])
+def test_compiled_without_breaks(positions: bool, as_on_a_gpu: None) -> None:
+    def layer(x: Any, at: Any) -> Any:
+        return tw.apply_rope(x, tw.Rope(4, positions=at if positions else None))
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (5, 9):
+        x = torch.from_numpy(np.random.default_rng(n).standard_normal((1, 2, n, 8)).astype(np.float32))
+        x, at = x.requires_grad_(), torch.arange(n) * 3
+        made = compiled(x, at)
+        assert_close(made, plainly(x, tw.Rope(4), at if positions else None), "float32")
+        (d_x,) = torch.autograd.grad(made.square().sum(), x)
+        assert torch.allclose(d_x, 2 * x, atol=1e-5)  # turning keeps lengths
+
+
+@needs_triton
+def test_vmap(as_on_a_gpu: None) -> None:
+    """Of x; of x and positions; of positions alone."""
+    x = torch.from_numpy(np.random.default_rng(0).standard_normal((3, 2, 4, 5, 6)).astype(np.float32))
+    at = torch.tensor([[2, 0, 5, 1, 7], [1, 1, 2, 3, 5], [9, 8, 7, 6, 5]])
+
+    def one(x: Any, at: Any) -> Any:
+        return tw.apply_rope(x, tw.Rope(), positions=at)
+
+    for dims in ((0, None), (0, 0), (None, 0), (2, 0)):
+        given = x.movedim(0, dims[0]) if dims[0] else x if dims[0] == 0 else x[0], at if dims[1] == 0 else at[0]
+        want = [one(x[0 if dims[0] is None else i], at[0 if dims[1] is None else i]) for i in range(3)]
+        assert torch.equal(torch.vmap(one, dims)(*given), torch.stack(want))
+    each = torch.stack([at[:2], at[1:], at[:2].flip(0)])
+    want = [one(x[i], each[i]) for i in range(3)]
+    assert torch.equal(torch.vmap(one)(x, each), torch.stack(want))
+    assert torch.equal(torch.vmap(lambda x: one(x, each[0]))(x), torch.stack([one(x[i], each[0]) for i in range(3)]))
+
+
+@needs_triton
+def test_the_operator_is_registered_as_pytorch_wants_it() -> None:
+    from tilewise.pytorch import turning
+    from tilewise.pytorch.rope import rotation_on
+
+    x = torch.zeros(1, 4, 6, 8).transpose(1, 2).requires_grad_()
+    turns = rotation_on(x.device, tw.Rope(), (range(4),), 8)
+    torch.library.opcheck(turning._turn, (x, turns.cos, turns.sin, False, False))
+
+
+def test_tensors_in_main_memory_stay_with_pytorch() -> None:
+    """Which then does without Triton, however it was installed."""
+    program = """
+import sys, torch, tilewise
+tilewise.apply_rope(torch.zeros(2, 4), tilewise.Rope())
+assert not any(name.partition(".")[0] == "triton" for name in sys.modules)
+from tilewise.pytorch import turning
+assert not turning.is_served(torch.zeros(1, 1, 2, 4))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
