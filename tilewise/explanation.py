@@ -62,7 +62,10 @@ def describe(spec: Attention, shape: Shape) -> str:
     ]
     lines += [f"{name}: {expr}" for name, expr in (("mask", spec.mask), ("score", spec.score)) if expr is not None]
     if spec.rope is not None:
-        lines.append(f"rope: {spec.rope}; cpu turns q and k before its tiles, the others tile by tile")
+        lines.append(
+            f"rope: {spec.rope}; cpu turns q and k before its tiles, triton too where many tiles of queries read the "
+            "same keys, the others tile by tile"
+        )
     return "\n".join(lines)
 
 

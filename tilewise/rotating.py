@@ -44,6 +44,15 @@ def rotation_of(rope: Rope, n: int, d: int, like: Any) -> Rotation:
 def turned(x: Any, rotation: Rotation) -> Any:
     """Computed in the type of the angles, stored as x is."""
     if arrays.is_torch(x):
+        if is_on_gpu(x):
+            from tilewise.pytorch import turning  # which imports torch.compile, and so Triton
+
+            if turning.is_served(x):
+                return turning.turned(x, rotation)
         return rotation.turned(x.to(rotation.cos.dtype)).to(x.dtype)
     done = arrays.narrow(rotation.turned(arrays.widen(arrays.as_numpy(x), rotation.cos.dtype)), arrays.dtype_name(x))
     return arrays.like(done, x)
+
+
+def is_on_gpu(x: Any) -> bool:
+    return bool(x.is_cuda)

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import tilewise as tw
 from tilewise.cache import Cache
 from tilewise.expr import H, K, Q, load
-from tilewise.kernels.triton import arguments, fitting, launch, launch_decode, launch_projection, tuning
+from tilewise.kernels.triton import arguments, fitting, launch, launch_decode, launch_projection, launch_rope, tuning
 from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
 
@@ -57,8 +57,8 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> No
         too_large.append(f"{self.__name__}: {made.metadata.shared} bytes of shared memory, {options}, {constants}")
 
 
-def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False) -> None:
-    q, k, v = (torch.zeros(1, 4 // group, 160, d, dtype=dtype) for group in (1, 2, 2))
+def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False, n: int = 160) -> None:
+    q, k, v = (torch.zeros(1, 4 // group, n, d, dtype=dtype) for group in (1, 2, 2))
     done = launch.forward(spec, q, k, v, None, basic)
     if not basic:
         launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), done.lse, None)
@@ -84,6 +84,12 @@ def _project(dtype: torch.dtype, d: int, rope: tw.Rope | None) -> None:
     launch_projection.project(x[:, :150], w, None, turn, 4, 3)  # which no copy engine takes
 
 
+def _turn(dtype: torch.dtype, d: int, rope: tw.Rope) -> None:
+    x = torch.zeros(2, 3, 160, d, dtype=dtype)
+    turn = rotation_on(x.device, rope, (range(160),), d)
+    launch_rope.turned(launch_rope.turned(x, turn), turn, back=True)
+
+
 def main() -> None:
     JITFunction.run = _compile
     tuning.processors = lambda device: 132
@@ -100,12 +106,18 @@ def main() -> None:
     for score in scores:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
     for dtype, rope in ((torch.bfloat16, tw.Rope()), (torch.float16, tw.Rope(24, interleaved=True))):
-        _call(Attention(0.1, causal, tw.S + scores[0] + scores[2], rope=rope), dtype, 64)
+        for n in (100, 160):  # few tiles, which are turned as they are loaded, and many, which are turned before
+            _call(Attention(0.1, causal, tw.S + scores[0] + scores[2], rope=rope), dtype, 64, n=n)
     for dtype, d, rope in (
         (torch.bfloat16, 128, tw.Rope()), (torch.float16, 80, tw.Rope(24, interleaved=True)), (torch.float32, 64, None),
         (torch.bfloat16, 96, tw.Rope(24)), (torch.float16, 512, tw.Rope()),
     ):  # fmt: skip
         _project(dtype, d, rope)
+    for interleaved in (False, True):
+        for dtype, d, dim in (
+            (torch.bfloat16, 128, None), (torch.float16, 80, 24), (torch.float32, 512, None), (torch.bfloat16, 7, 2),
+        ):  # fmt: skip
+            _turn(dtype, d, tw.Rope(dim, interleaved=interleaved))
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
     sinks = np.zeros(8, np.float32)
     for dtype, d, page_size in (

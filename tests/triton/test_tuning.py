@@ -69,6 +69,14 @@ def test_a_variants_cells_take_stages_and_not_the_place_of_other_programs() -> N
     assert limit // fitting.shared_bytes(wanted, BIAS, SHAPE, HELD) < plain
 
 
+def test_angles_take_room_where_they_are_loaded_ahead() -> None:
+    turned = Attention(1.0, rope=tw.Rope())
+    for stages, more in ((1, 0), (3, 3 * 64 * 64 * 4)):
+        choice = Choice(Tile(64, 64), 4, stages)
+        plain, wide = (fitting.shared_bytes(choice, x, SHAPE, HELD) for x in (Attention(1.0), turned))
+        assert wide - plain == more
+
+
 def test_less_room_takes_stages_first_and_then_the_tile_that_passes_by() -> None:
     wanted, sizes = Choice(Tile(128, 64), 8, 4), []
     for limit in range(200 << 10, 20 << 10, -(4 << 10)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -53,11 +54,12 @@ class TritonKernel:
         return _unsupported(spec, shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return chosen(Pass.FORWARD, spec, shape).tile
+        return chosen(Pass.FORWARD, _as_kernels_get(spec, shape), shape).tile
 
     def choice(self, spec: Attention, shape: Shape) -> str:
         kinds = (Pass.D_QUERY, Pass.D_KEYS) if shape.backward else (Pass.FORWARD,)
-        return "; ".join(f"{kind.value}: {chosen(kind, spec, shape)}" for kind in kinds)
+        given = _as_kernels_get(spec, shape)
+        return "; ".join(f"{kind.value}: {chosen(kind, given, shape)}" for kind in kinds)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
@@ -91,6 +93,15 @@ class TritonKernel:
         from tilewise.kernels.triton.launch_decode import append
 
         append(cache, _tensor(k), _tensor(v), counts)
+
+
+def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:
+    """Without a rotary embedding where q and k are turned before."""
+    if spec.rope is None:
+        return spec
+    from tilewise.kernels.triton.turning import few_tiles_turn_keys
+
+    return spec if few_tiles_turn_keys(spec, shape, None) else replace(spec, rope=None)
 
 
 def _tensor(x: Any) -> Any:

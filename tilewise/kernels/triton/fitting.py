@@ -39,10 +39,12 @@ class Sizes(NamedTuple):
     d_v: int
     width: int  # bytes of a number
     cells: int  # bytes that the variant reads for each score
+    angles: int  # bytes of what a row is turned by: cos and sin, in float32, of half its numbers
 
     @classmethod
     def of(cls, spec: Attention, shape: Shape) -> Sizes:
-        return cls(power_of_2(shape.d), power_of_2(shape.d_v), _WIDTH[shape.dtype], _cells(spec))
+        d, d_v = power_of_2(shape.d), power_of_2(shape.d_v)
+        return cls(d, d_v, _WIDTH[shape.dtype], _cells(spec), 0 if spec.rope is None else 4 * d)
 
 
 def fitted(choice: Choice, spec: Attention, shape: Shape, held: Held, limit: int) -> Choice:
@@ -71,12 +73,13 @@ def shared_bytes(choice: Choice, spec: Attention, shape: Shape, held: Held) -> i
 @cache
 def _shared_bytes(choice: Choice, sizes: Sizes, held: Held) -> int:
     """Rows of tiles, once of those that stay and in each stage of those that pass by, there with what the variant reads
-    for every score; in float32 also scores on their way from one layout to another."""
+    for every score, and angles if they are loaded ahead; in float32 also scores on their way from one layout to
+    another."""
     tile, width = choice.tile, sizes.width
     stays = {"q": tile.q, "k": tile.k, "": 0}[held.by]
     passes = tile.q + tile.k - stays
     both = (sizes.d + sizes.d_v) * width
-    stage = passes * both + tile.q * tile.k * sizes.cells
+    stage = passes * (both + (sizes.angles if choice.stages > 1 else 0)) + tile.q * tile.k * sizes.cells
     moved = tile.q * tile.k * width if width == 4 else 0
     stages = held.loops * choice.stages if choice.stages > 1 else 1  # a single one is no loop's own
     return stays * (both if held.both else sizes.d * width) + stages * stage + moved

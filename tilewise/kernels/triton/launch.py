@@ -11,7 +11,7 @@ import torch
 from tilewise import arrays
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import S
-from tilewise.kernels.triton import modules
+from tilewise.kernels.triton import launch_rope, modules
 from tilewise.kernels.triton.arguments import (
     functions,
     keys_of,
@@ -27,7 +27,7 @@ from tilewise.kernels.triton.source import backward as backward_kernels
 from tilewise.kernels.triton.source import basic as basic_kernel
 from tilewise.kernels.triton.source import forward as forward_kernels
 from tilewise.kernels.triton.tuning import Pass, chosen
-from tilewise.kernels.triton.turning import turning
+from tilewise.kernels.triton.turning import turning, turns_before
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
@@ -38,6 +38,9 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
     shape = Shape.of(spec, q, k, v)
     out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    before = turns_before(spec, shape, tile, q)
+    if before is not None:
+        spec, q, k = replace(spec, rope=None), launch_rope.turned(q, before[0]), launch_rope.turned(k, before[1])
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
     choice = chosen(Pass.FORWARD, spec, shape, tile)
     if basic:
@@ -60,6 +63,13 @@ def backward(
 ) -> Grads:
     """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
     shape = Shape.of(spec, q, k, v)
+    before = turns_before(spec, shape, tile, q)
+    if before is not None:
+        turn_q, turn_k = before
+        q, k = launch_rope.turned(q, turn_q), launch_rope.turned(k, turn_k)
+        grads = backward(replace(spec, rope=None), q, k, v, saved, d_out, d_lse, tile)
+        d_q, d_k = launch_rope.turned(grads.q, turn_q, back=True), launch_rope.turned(grads.k, turn_k, back=True)
+        return replace(grads, q=d_q, k=d_k)
     # Kernels write all rows but those that lie in no sequence.
     new = torch.empty if spec.lengths is None else torch.zeros
     d_q, d_k, d_v = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))

@@ -1,12 +1,40 @@
-"""The rotary embedding as kernels take it: angles of queries and keys, and how many pairs lie which way."""
+"""The rotary embedding as kernels take it: angles of queries and keys, and how many pairs lie which way; and whether
+arrays are turned before."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from tilewise.kernels.triton.tuning import Pass, chosen
 from tilewise.pytorch.rope import rotations_on
 from tilewise.rope import Rotation
-from tilewise.spec import Attention, Shape
+from tilewise.spec import Attention, Shape, Tile
+
+_FEW = 2
+
+
+def turns_before(spec: Attention, shape: Shape, tile: Tile | None, q: Any) -> tuple[Rotation, Rotation] | None:
+    """What q and k are turned by before kernels begin, which then have no embedding; None where tiles are turned."""
+    if spec.rope is None or few_tiles_turn_keys(spec, shape, tile):
+        return None
+    return rotations_on(q.device, spec.rope, shape, spec.lengths)
+
+
+def few_tiles_turn_keys(spec: Attention, shape: Shape, tile: Tile | None) -> bool:
+    """Whether the keys of a sequence are read by so few tiles of queries that these turn them as they load them.
+
+    Each of them turns all of the keys again, and loads them by pointers: the copy engine turns nothing. For many it
+    takes less time to write turned arrays once and to load those; for few it takes more, and memory for a copy of k.
+    """
+    if spec.lengths is None:
+        most = shape.n_q
+    elif spec.batch_invariant:  # a short sequence is turned as beside a long one
+        return False
+    else:
+        most = int(np.diff(spec.lengths.q).max(initial=0))
+    return most <= _FEW * chosen(Pass.FORWARD, spec, shape, tile).tile.q
 
 
 def turning(spec: Attention, shape: Shape, q: Any) -> dict[str, Any]:

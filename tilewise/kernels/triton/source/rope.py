@@ -1,7 +1,9 @@
-"""The rotary embedding in Triton: rows are turned by their positions as they are loaded, gradients as they are stored.
+"""The rotary embedding in Triton: rows are turned by their positions, and gradients back; those of whole arrays by a
+kernel of its own (`turn`), or as tiles of them are loaded and stored.
 
-A turned tile has the two numbers of each pair side by side, whichever way they are stored: a product of q and k does
-not mind the order of their columns, as long as both have the same. Numbers that are not turned make pairs of angle 0.
+A tile that is turned as it is loaded has the two numbers of each pair side by side, whichever way they are stored: a
+product of q and k does not mind the order of their columns, as long as both have the same. Numbers that are not turned
+make pairs of angle 0. An array that is turned whole keeps its order.
 """
 
 import triton
@@ -11,6 +13,46 @@ from tilewise.kernels.triton.source.tiles import among, load_tile, matrix, narro
 
 QUERIES: tl.constexpr = tl.constexpr(0)  # whose turns they are
 KEYS: tl.constexpr = tl.constexpr(1)
+
+
+@triton.jit
+def turn(
+    x, y, x_steps, y_steps, angles, n, heads, BACK: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """y: the rows of x, (batch, heads, n, WIDTH), turned, or turned BACK. HALF, REST: how many pairs there are, and how
+    many numbers behind them, up to a power of 2. A program has the same rows of several heads: it loads their angles,
+    which take more bytes than rows of half precision do, once."""
+    tiles, groups = tl.cdiv(n, ROWS), tl.cdiv(heads, HEADS)
+    tile, group, b = tl.program_id(0) % tiles, tl.program_id(0) // tiles % groups, tl.program_id(0) // tiles // groups
+    row = tile * ROWS + tl.arange(0, ROWS)
+    inside = (row < n)[:, None]
+    cos, sin = angles_of(angles, b, row, inside, 2 * HALF, PAIRS)
+    if BACK:
+        sin = -sin
+    for h in range(group * HEADS, tl.minimum(group * HEADS + HEADS, heads)):
+        x_at = matrix(x, x_steps, b, h, 0) + row[:, None].to(tl.int64) * x_steps[2]
+        y_at = matrix(y, y_steps, b, h, 0) + row[:, None].to(tl.int64) * y_steps[2]
+        if INTERLEAVED:
+            one, other = load_pairs(x_at, inside, 2 * PAIRS, 2 * HALF, PAIRS, INTERLEAVED)
+            one, other = one * cos - other * sin, other * cos + one * sin
+            store_pairs(y_at, inside, one, other, 2 * PAIRS, 2 * HALF, PAIRS, INTERLEAVED)
+        else:
+            turn_halves(x_at, y_at, inside, cos, sin, PAIRS, HALF)
+        if REST > 0:
+            column = 2 * PAIRS + tl.arange(0, REST)[None, :]
+            there = inside & (column < WIDTH)
+            tl.store(y_at + column, tl.load(x_at + column, mask=there), mask=there)
+
+
+@triton.jit
+def turn_halves(x_at, y_at, inside, cos, sin, PAIRS: tl.constexpr, HALF: tl.constexpr):
+    pair = tl.arange(0, HALF)[None, :]
+    there = inside & (pair < PAIRS)
+    one = tl.load(x_at + pair, mask=there, other=0.0).to(tl.float32)
+    other = tl.load(x_at + PAIRS + pair, mask=there, other=0.0).to(tl.float32)
+    tl.store(y_at + pair, narrow(one * cos - other * sin, y_at.dtype.element_ty), mask=there)
+    tl.store(y_at + PAIRS + pair, narrow(other * cos + one * sin, y_at.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -66,9 +108,14 @@ def store_turned_back(
 @triton.jit
 def load_pairs(at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The first and the second numbers of pairs, to compute with. at: where rows begin, one below the other."""
-    first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
-    one = tl.load(at + first[None, :], mask=inside & (first < WIDTH)[None, :], other=0.0)
-    other = tl.load(at + second[None, :], mask=inside & (second < WIDTH)[None, :], other=0.0)
+    if INTERLEAVED:  # whole rows, taken apart: a load of every second number would be one of single numbers
+        column = tl.arange(0, PADDED)[None, :]
+        rows = tl.load(at + column, mask=inside & (column < WIDTH), other=0.0)
+        one, other = tl.split(tl.reshape(rows, (at.shape[0], PADDED // 2, 2)))
+    else:
+        first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
+        one = tl.load(at + first[None, :], mask=inside & (first < WIDTH)[None, :], other=0.0)
+        other = tl.load(at + second[None, :], mask=inside & (second < WIDTH)[None, :], other=0.0)
     return one.to(tl.float32), other.to(tl.float32)
 
 
@@ -76,10 +123,15 @@ def load_pairs(at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.
 def store_pairs(
     at, inside, one, other, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
     stored: tl.constexpr = at.dtype.element_ty
-    tl.store(at + first[None, :], narrow(one, stored), mask=inside & (first < WIDTH)[None, :])
-    tl.store(at + second[None, :], narrow(other, stored), mask=inside & (second < WIDTH)[None, :])
+    if INTERLEAVED:
+        column = tl.arange(0, PADDED)[None, :]
+        rows = tl.reshape(tl.join(one, other), (at.shape[0], PADDED))
+        tl.store(at + column, narrow(rows, stored), mask=inside & (column < WIDTH))
+    else:
+        first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
+        tl.store(at + first[None, :], narrow(one, stored), mask=inside & (first < WIDTH)[None, :])
+        tl.store(at + second[None, :], narrow(other, stored), mask=inside & (second < WIDTH)[None, :])
 
 
 @triton.jit
@@ -88,6 +140,8 @@ def columns_of_pairs(PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.
     pair = tl.arange(0, PADDED // 2)
     if INTERLEAVED:
         first, second = 2 * pair, 2 * pair + 1
+    elif 2 * PAIRS == PADDED:  # what lies side by side is loaded at once, if Triton sees that it does
+        first, second = pair, pair + PAIRS
     else:
         first, second = tl.where(pair < PAIRS, pair, 2 * pair), tl.where(pair < PAIRS, pair + PAIRS, 2 * pair + 1)
     return first, second
