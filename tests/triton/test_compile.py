@@ -14,7 +14,7 @@ import pytest
 from tilewise.kernels.triton import source
 
 KERNELS = {
-    "basic", "forward", "prepare", "d_query", "d_keys", "of_rows", "of_columns", "of_pairs", "of_distances", "of_cells",
+    "basic", "forward", "d_query", "d_keys", "of_rows", "of_columns", "of_pairs", "of_distances", "of_cells",
     "decode", "merge", "append", "project", "gather", "turn",
 }  # fmt: skip
 
