@@ -31,7 +31,7 @@ def fused_qkv_projection(
     x: (batch, n, features).  w_qkv: (features, columns), whose columns are all heads of q, then of k, then of v, d
     numbers each; a torch.nn.Linear's is its weight.T.  b_qkv: (columns,).  heads_k: of k and v, heads unless given.
     kernel: "triton", one kernel from x to q, k and v, on GPUs; "matmul", the library's product, then the embedding,
-    anywhere; "auto" takes Triton once attention's does. Tensors have gradients of x, w_qkv and b_qkv.
+    anywhere; "auto" takes the first on a GPU where Triton is there. Tensors have gradients of x, w_qkv and b_qkv.
     """
     heads_k = heads if heads_k is None else heads_k
     d = _head_dim(x, w_qkv, b_qkv, heads, heads_k, d)
@@ -101,7 +101,7 @@ def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
 def _chosen(kernel: Any, x: Any) -> str:
     if kernel not in _KERNELS:
         raise ValueError(f"kernel: expected one of {', '.join(_KERNELS)}, got {kernel!r}")
-    if kernel == "matmul" or (kernel == "auto" and "triton" not in dispatch.NAMES):
+    if kernel == "matmul" or (kernel == "auto" and arrays.device_name(x) == "cpu"):
         return "matmul"
     reason = _not_triton(x)
     if reason is not None and kernel == "triton":

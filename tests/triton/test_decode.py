@@ -32,7 +32,7 @@ def several_splits(several_tiles: None, monkeypatch: pytest.MonkeyPatch) -> None
     """As on a GPU that one sequence does not fill; short sequences have fewer tiles than there are shares."""
     from tilewise.kernels.triton import launch_decode
 
-    monkeypatch.setattr(launch_decode, "splits_of", lambda programs, tiles, device: 3)
+    monkeypatch.setattr(launch_decode, "splits_of", lambda programs, tiles, room: 3)
 
 
 def _decoded(problem: Problem, device: str = "cpu") -> tuple[Any, Any]:
@@ -129,7 +129,7 @@ def test_a_sequence_has_the_same_bits_in_any_batch(several_tiles: None, monkeypa
     """Also where fewer sequences would have their keys shared by more programs."""
     from tilewise.kernels.triton import launch_decode
 
-    monkeypatch.setattr(launch_decode, "splits_of", lambda programs, tiles, device: max(1, 4 // programs))
+    monkeypatch.setattr(launch_decode, "splits_of", lambda programs, tiles, room: max(1, 4 // programs))
     many = Problem("causal", lengths=(130, 130, 130, 130, 20, 7, 99), n_q=2, heads_k=1)
     one = Problem("causal", lengths=(130,), n_q=2, heads_k=1)
     out = []
@@ -207,14 +207,22 @@ def test_reach_is_right_for_every_length(mask: Any, n_q: int) -> None:
         assert counts[:, (distance <= told.far_full) & (distance > told.near_full)].all()
 
 
-def test_splits_fill_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
-    splits = tuning.splits_of.__wrapped__
+@pytest.mark.parametrize("room", [132, 264, 528])
+def test_splits_fill_the_gpu(room: int) -> None:
     for batch, n in ((1, 65536), (16, 8192), (64, 4096)):
-        programs = batch * 8 * splits(batch * 8, n // 64, None)
-        assert programs / (-(-programs // 264) * 264) > 0.95
-    assert splits(8, 3, None) == 1  # too few keys to share
-    assert splits(1, 10**6, None) <= 264
+        programs = batch * 8 * tuning.splits_of(batch * 8, n // 32, room)
+        assert programs / (-(-programs // room) * room) > 0.95
+    assert tuning.splits_of(8, 3, room) == 1  # too few keys to share
+    assert tuning.splits_of(1, 10**6, room) <= room
+
+
+def test_more_programs_run_at_a_time_if_each_takes_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "processors", lambda device: 132)
+    shape = Shape(1, 4, 1, 1, 4096, 128, 128, "float16")
+    found = [
+        tuning.at_a_time(tuning.Choice(Tile(16, keys), 4, 3), Attention(1.0), shape, None) for keys in (128, 64, 32, 16)
+    ]
+    assert found == [132, 264, 528, 528]  # and no more than registers allow
 
 
 @needs_triton

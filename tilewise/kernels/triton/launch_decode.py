@@ -17,11 +17,11 @@ from tilewise.kernels.triton.fitting import power_of_2
 from tilewise.kernels.triton.reach import reach
 from tilewise.kernels.triton.source import decode as decode_kernels
 from tilewise.kernels.triton.source import pages as pages_kernels
-from tilewise.kernels.triton.tuning import Pass, chosen, fitting_rows, splits_of
+from tilewise.kernels.triton.tuning import Pass, at_a_time, chosen, fitting_rows, splits_of
 from tilewise.spec import Attention, Partial, Shape
 
 _ROWS = 32  # of a program that appends, at most
-_AT_ONCE = 16  # shares that are merged at a time
+_AT_ONCE = 64  # shares that are merged at a time, at most: each time their results are waited for
 
 
 # Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
@@ -38,7 +38,8 @@ def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
     seen = reach(spec, shape)
     row_tiles = -(-shape.group * shape.n_q // choice.tile.q)
     programs = row_tiles * shape.heads_k * (1 if spec.batch_invariant else shape.batch)
-    splits = splits_of(programs, -(-min(seen.far, shape.n_k) // choice.tile.k), q.device)
+    tiles = -(-min(seen.far, shape.n_k) // choice.tile.k)
+    splits = splits_of(programs, tiles, at_a_time(choice, spec, shape, q.device))
     is_whole = splits == 1
     parts = Partial(out, lse) if is_whole else _parts(shape, splits, q.device)
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
@@ -57,7 +58,7 @@ def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
         grid = shape.n_q, shape.heads, shape.batch
         decode_kernels.merge[grid](
             parts.out, parts.lse, out, lse, sinks, steps_of(out), steps_of(lse), shape.n_q, splits,
-            HAS_SINKS=spec.sinks is not None, SPLITS=power_of_2(splits), AT_ONCE=_AT_ONCE,
+            HAS_SINKS=spec.sinks is not None, SPLITS=power_of_2(splits), AT_ONCE=min(_AT_ONCE, power_of_2(splits)),
             D_V=shape.d_v, COLUMNS=power_of_2(shape.d_v),
         )  # fmt: skip
     return Partial(out, lse)

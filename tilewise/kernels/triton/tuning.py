@@ -55,14 +55,14 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
         512: Choice(Tile(16, 32), 4, 1),
     },
     Pass.PAIRS: {
-        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 64), 4, 1),
+        64: Choice(Tile(128, 64), 8, 3), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 64), 4, 1),
         512: Choice(Tile(16, 16), 4, 1),
     },
     Pass.ARRAYS: {
         64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 64), 8, 2), 256: Choice(Tile(32, 32), 4, 1),
         512: Choice(Tile(16, 16), 4, 1),
     },
-    # Tile.q: rows at most. Two programs a multiprocessor, each with two tiles of k and of v under way.
+    # Tile.q: rows at most. Each program has two tiles of k and of v under way.
     Pass.DECODE: {
         64: Choice(Tile(64, 128), 4, 3), 128: Choice(Tile(64, 64), 4, 3), 256: Choice(Tile(32, 32), 4, 3),
         512: Choice(Tile(32, 16), 4, 3),
@@ -161,7 +161,7 @@ def _at_most(wanted: int, most: int) -> int:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 _LEAST_TILES = 4  # of keys, that a program is worth starting for
-_PROGRAMS = 2  # that a multiprocessor runs at a time
+_MOST_PROGRAMS = 4  # that a multiprocessor has registers for, if it has the shared memory
 _NEARLY = 0.95
 
 
@@ -171,11 +171,16 @@ def fitting_rows(choice: Choice, shape: Shape) -> Choice:
     return replace(choice, tile=replace(choice.tile, q=min(choice.tile.q, rows)))
 
 
+def at_a_time(choice: Choice, spec: Attention, shape: Shape, device: Any) -> int:
+    """How many programs that decode the GPU runs at a time."""
+    wanted = shared_bytes(choice, spec, shape, _HELD[Pass.DECODE])
+    return processors(device) * max(1, min(_MOST_PROGRAMS, shared_memory(shape.device) // wanted))
+
+
 @cache
-def splits_of(programs: int, tiles: int, device: Any) -> int:
+def splits_of(programs: int, tiles: int, room: int) -> int:
     """How many programs share the keys of one: the fewest that keep nearly as much of the GPU busy as any number."""
     most = max(1, tiles // _LEAST_TILES)
-    room = _PROGRAMS * processors(device)
     busy = [programs * n / (-(-programs * n // room) * room) for n in range(1, min(most, room) + 1)]
     return 1 + next(i for i, share in enumerate(busy) if share >= _NEARLY * max(busy))
 
