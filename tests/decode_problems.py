@@ -47,6 +47,14 @@ VARIANTS: dict[str, Callable[[np.random.Generator, Any], Options]] = {
 }  # fmt: skip
 
 
+ROPES = {
+    "halves": tw.Rope(), "interleaved, in part": tw.Rope(6, interleaved=True),
+    "halves, in part": tw.Rope(10, base=500.0),
+    "tables": tw.Rope(cos=np.cos(np.arange(1.0, 8 * CAPACITY + 1).reshape(CAPACITY, 8) / 9),
+                      sin=np.sin(np.arange(1.0, 8 * CAPACITY + 1).reshape(CAPACITY, 8) / 9)),
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Problem:
     """Sequences of these lengths, and n_q queries at the end of each."""
@@ -61,6 +69,7 @@ class Problem:
     dtype: str = "float32"
     page: int | None = None
     seed: int = field(default=0, repr=False)
+    rope: str | None = None
 
     @property
     def batch(self) -> int:
@@ -89,6 +98,10 @@ class Problem:
     def options(self) -> Options:
         return VARIANTS[self.variant](np.random.default_rng(self.seed), self)
 
+    @property
+    def turning(self) -> tw.Rope | None:
+        return None if self.rope is None else ROPES[self.rope]
+
     def cache(self, k: Any, v: Any) -> Any:
         """An empty one for arrays like these."""
         if self.page is None:
@@ -104,7 +117,7 @@ class Problem:
             np.concatenate([x[b, :, :n].swapaxes(0, 1) for b, n in enumerate(self.lengths)]) for x in (self.k, self.v)
         )
         ends = np.concatenate([[0], np.cumsum(self.lengths)])
-        options = dict(self.options)
+        options = {**self.options, "rope": self.turning}
         mask = options.get("mask")
         if isinstance(mask, np.ndarray):  # packed sequences take no arrays, but expressions that read them
             options["mask"] = load(mask, B, H, Q, K)

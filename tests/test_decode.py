@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tilewise as tw
-from tests.decode_problems import VARIANTS, Problem, random_problems
+from tests.decode_problems import ROPES, VARIANTS, Problem, random_problems
 from tests.problems import bits
 from tilewise import arrays, decoding, dispatch, reference
 from tilewise.cache.base import Numbers
@@ -26,8 +26,8 @@ def _decoded(problem: Problem, kernel: str, library: str = "numpy") -> tuple[Any
         for name, x in problem.options.items()
     }
     cache = problem.cache(k, v)
-    cache.append(k, v, problem.lengths)
-    return tw.decode(q, cache, **options, kernel=kernel, return_lse=True)
+    cache.append(k, v, problem.lengths, rope=problem.turning)
+    return tw.decode(q, cache, **options, rope=problem.turning, kernel=kernel, return_lse=True)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -37,6 +37,32 @@ def test_every_variant(variant: str, page: int | None, kernel: str) -> None:
     for n_q in (1, 4):
         problem = Problem(variant, n_q=n_q, page=page)
         problem.check(*_decoded(problem, kernel))
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("rope", ROPES)
+def test_keys_are_turned_as_they_are_appended_and_queries_as_they_come(rope: str, kernel: str, library: str) -> None:
+    for n_q, page in ((1, None), (4, 16)):
+        problem = Problem("causal", n_q=n_q, page=page, rope=rope)
+        problem.check(*_decoded(problem, kernel, library))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_rotary_embedding_at_given_positions(kernel: str) -> None:
+    """Queries and new keys at the same ones, or at others."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, 3, 8)).astype(np.float32) for _ in range(3))
+    for rope in (
+        tw.Rope(positions=np.array([[5, 9, 2], [0, 1, 7]])),
+        tw.Rope(positions=np.array([4, 5, 6]), positions_k=np.array([[1, 2, 3], [6, 5, 4]])),
+    ):
+        cache = tw.KVCache.like(k, v, capacity=8)
+        found = tw.decode(q, cache, k=k, v=v, rope=rope, kernel=kernel)
+        np.testing.assert_allclose(found, tw.attention(q, k, v, rope=rope), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"rope: positions_k must be \(3,\) or \(2, 3\), one a row, got shape \(1,\)"):
+        tw.decode(q[:, :, :1], cache, k=k, v=v, rope=tw.Rope(positions=np.array([4])), kernel=kernel)
+    assert list(cache.lengths) == [3, 3]  # what is refused is not appended
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])

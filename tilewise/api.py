@@ -10,7 +10,7 @@ import numpy as np
 
 from tilewise import arrays, decoding, dispatch, reference
 from tilewise.explanation import Explanation, explain_call
-from tilewise.rope import Rope
+from tilewise.rope import Rope, check
 from tilewise.spec import Grads
 from tilewise.validate import prepare, prepare_varlen
 
@@ -92,6 +92,7 @@ def decode(
     score: Any = None,
     scale: float | None = None,
     sinks: Any = None,
+    rope: Rope | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -101,6 +102,8 @@ def decode(
     q: (batch, heads, n, d), few queries, which are the last n of their sequences: causal=True, windows and ALiBi count
     from a sequence's own end. cache: a tw.KVCache or tw.PagedKVCache, whose heads divide q's.
     k, v: (batch, heads of the cache, m, d), new keys and values that are appended to the cache first, in place.
+    rope: q is turned, and k as it is appended, each at its place in the sequence, or at the rope's own positions, which
+    are those of q and of the new keys. Keys that the cache has were turned when they came: cache.append takes rope too.
 
     The rest is as in `attention`, without gradients. In expressions B is the sequence, NK its length; arrays that are
     read by K have a place for each key that there is room for (cache.capacity).
@@ -110,10 +113,12 @@ def decode(
     call = decoding.prepare(
         q, cache, causal=causal, mask=mask, score=score, scale=scale, sinks=sinks, batch_invariant=batch_invariant
     )
+    if rope is not None:
+        check(rope, q.shape[0], {"positions": q.shape[2]}, q.shape[3])
     system = dispatch.resolve(kernel, call.spec, call.shape, dispatch.DECODING)
     if k is not None:
-        cache.append(k, v, kernel=system.name)
-    done = decoding.run(system, call.spec, call.q, cache)
+        cache.append(k, v, rope=rope, kernel=system.name)
+    done = decoding.run(system, call.spec, call.q, cache, rope)
     return (done.out, done.lse) if return_lse else done.out
 
 

@@ -13,6 +13,8 @@ from tilewise import arrays, dispatch, schedule, validate
 from tilewise.cache import Cache
 from tilewise.cache.checks import check_like
 from tilewise.expr import Expr
+from tilewise.rope import Rope
+from tilewise.rotating import turned_from
 from tilewise.spec import Attention, Lengths, Partial, Positions, Shape
 from tilewise.validate import Call
 from tilewise.walking import remembered
@@ -54,10 +56,14 @@ def _check_fit(expr: Expr, shape: Shape) -> None:
     remembered(expr, ("decoding", shape), check)
 
 
-def run(system: dispatch.Kernel, spec: Attention, q: Any, cache: Cache) -> Partial:
-    """By the system's kernels for decoding, or by its forward pass."""
+def run(system: dispatch.Kernel, spec: Attention, q: Any, cache: Cache, rope: Rope | None = None) -> Partial:
+    """By the system's kernels for decoding, or by its forward pass. rope: q is turned; the keys were when they came."""
     own = dispatch.decoder(system)
-    return by_sequences(system.forward, spec, q, cache) if own is None else own.decode(spec, q, cache)
+    if own is not None:
+        return own.decode(spec, q, cache, rope)
+    if rope is not None:
+        q = turned_from(q, rope, cache.lengths - q.shape[2])
+    return by_sequences(system.forward, spec, q, cache)
 
 
 def by_sequences(forward: Forward, spec: Attention, q: Any, cache: Cache) -> Partial:

@@ -13,6 +13,7 @@ from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
     from tilewise.cache import Cache
+    from tilewise.rope import Rope
 
 
 class Unsupported(RuntimeError):  # noqa: N818 - it names a state, as Python's StopIteration does
@@ -73,10 +74,11 @@ class Chooses(Protocol):
 class Decodes(Protocol):
     """A kernel system with kernels of its own for few queries over a cache, which they read where it is."""
 
-    def decode(self, spec: Attention, q: Any, cache: Cache) -> Partial: ...
+    def decode(self, spec: Attention, q: Any, cache: Cache, rope: Rope | None = None) -> Partial:
+        """rope: q is turned; the keys of the cache were when they came."""
 
-    def append(self, cache: Cache, k: Any, v: Any, counts: Any) -> None:
-        """Write new keys and values behind those of each sequence; cache.lengths are those from before."""
+    def append(self, cache: Cache, k: Any, v: Any, counts: Any, rope: Rope | None = None) -> None:
+        """Write new keys, turned, and values behind those of each sequence; cache.lengths are those from before."""
 
 
 @dataclass(frozen=True)

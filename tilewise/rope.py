@@ -146,6 +146,11 @@ def check(rope: Any, batch: int, rows: dict[str, int], d: int) -> None:
 # -- positions --------------------------------------------------------------------------------------------------------
 
 
+def positions_of_keys(rope: Rope) -> Any:
+    """Those that were given, if any were."""
+    return rope.positions if rope.positions_k is None else rope.positions_k
+
+
 def places(rope: Rope, shape: Shape, lengths: Lengths | None) -> tuple[Any, Any]:
     """Where queries and keys stand: arrays that were given, or what is counted, a range a sequence."""
     if rope.positions is not None:

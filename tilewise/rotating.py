@@ -41,6 +41,15 @@ def rotation_of(rope: Rope, n: int, d: int, like: Any) -> Rotation:
     return rotation(rope, where, d, arrays.compute_dtype(arrays.dtype_name(like)))
 
 
+def turned_from(x: Any, rope: Rope, begins: Any) -> Any:
+    """(batch, heads, n, d) numbers turned at the rope's own positions, or from these on, one a batch index. Queries
+    before their sequence's beginning stand there: no key is before them."""
+    if rope.positions is None:
+        rows = arrays.library(x).arange(x.shape[2], **({"device": x.device} if arrays.is_torch(x) else {}))
+        rope = replace(rope, positions=(begins[:, None] + rows).clip(0))
+    return turned(x, rotation_of(rope, x.shape[2], x.shape[3], like=x))
+
+
 def turned(x: Any, rotation: Rotation) -> Any:
     """Computed in the type of the angles, stored as x is."""
     if arrays.is_torch(x):

@@ -64,15 +64,15 @@ def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False, n: i
         launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), done.lse, None)
 
 
-def _decode(spec: Attention, dtype: torch.dtype, d: int, page_size: int | None) -> None:
+def _decode(spec: Attention, dtype: torch.dtype, d: int, page_size: int | None, rope: tw.Rope | None = None) -> None:
     """A cache long enough for its keys to be shared, so that shares are merged."""
     x = torch.zeros(1, 2, 3, d, dtype=dtype)
     if page_size is None:
         cache: Cache = tw.KVCache.like(x, x, capacity=4096)
     else:
         cache = tw.PagedKVCache.like(x, x, pages=4096 // page_size, page_size=page_size)
-    launch_decode.append(cache, x, x, np.array([2], np.int32))
-    launch_decode.decode(spec, torch.zeros(1, 8, 2, d, dtype=dtype), cache)
+    launch_decode.append(cache, x, x, np.array([2], np.int32), rope)
+    launch_decode.decode(spec, torch.zeros(1, 8, 2, d, dtype=dtype), cache, rope)
 
 
 def _project(dtype: torch.dtype, d: int, rope: tw.Rope | None) -> None:
@@ -125,6 +125,8 @@ def main() -> None:
     ):  # fmt: skip
         _decode(Attention(0.1, causal & tw.window(512), tw.softcap(30.0) >> tw.alibi(8), sinks), dtype, d, page_size)
     _decode(Attention(0.1), torch.bfloat16, 512, 64)
+    _decode(Attention(0.1), torch.bfloat16, 128, None, tw.Rope())
+    _decode(Attention(0.1), torch.float16, 80, 16, tw.Rope(24, interleaved=True))
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")
     sys.exit("\n".join(too_large) or None)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.decode_problems import VARIANTS, Problem, random_problems
+from tests.decode_problems import ROPES, VARIANTS, Problem, random_problems
 from tests.problems import bits
 from tests.triton.test_ops import needs_triton
 from tilewise import arrays, contract
@@ -43,8 +43,8 @@ def _decoded(problem: Problem, device: str = "cpu") -> tuple[Any, Any]:
         call = {name: arrays.as_tensor(x).to(device) for name, x in call.items()}
         options = _on_device(options, device)
     cache = problem.cache(call["k"], call["v"])
-    cache.append(call["k"], call["v"], problem.lengths, kernel="triton")
-    out, lse = tw.decode(call["q"], cache, **options, kernel="triton", return_lse=True)
+    cache.append(call["k"], call["v"], problem.lengths, rope=problem.turning, kernel="triton")
+    out, lse = tw.decode(call["q"], cache, **options, rope=problem.turning, kernel="triton", return_lse=True)
     return contract.on_host(out), contract.on_host(lse)
 
 
@@ -66,6 +66,9 @@ PROBLEMS = [
     )),
     *(Problem("sinks", lengths=(65, 3), group=group, heads_k=1, page=16) for group in (1, 3, 8)),
     Problem("causal", lengths=(140,), n_q=16, group=8, heads_k=1),  # more rows than a tile has
+    *(Problem("causal", n_q=4, dtype=dtype, page=page, rope=rope) for rope, dtype, page in zip(
+        ROPES, ("float32", "bfloat16", "float16", "float32"), (None, 16, None, 32), strict=True,
+    )),
 ]  # fmt: skip
 
 
@@ -111,6 +114,18 @@ def test_appending_writes_what_indexing_writes(page: int | None) -> None:
     assert list(ours.lengths) == list(theirs.lengths) == [19, 36, 35]
     assert bits(ours.k) == bits(theirs.k)
     assert bits(ours.v) == bits(theirs.v)
+
+
+@needs_triton
+def test_appended_and_asked_at_given_positions() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 2, 3, 8)).astype(np.float32) for _ in range(3))
+    for rope in (
+        tw.Rope(positions=np.array([[5, 9, 2], [0, 1, 7]]), interleaved=True),
+        tw.Rope(6, positions=np.array([4, 5, 6]), positions_k=np.array([[1, 2, 3], [6, 5, 4]])),
+    ):
+        found = tw.decode(q, tw.KVCache.like(k, v, capacity=8), k=k, v=v, rope=rope, kernel="triton")
+        np.testing.assert_allclose(found, tw.attention(q, k, v, rope=rope, kernel="numpy"), rtol=1e-5, atol=1e-5)
 
 
 @needs_triton

@@ -6,6 +6,7 @@ same numbers (`lengths`, `table`) where the keys are.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from tilewise import arrays, dispatch
 from tilewise.arrays import Array
 from tilewise.cache.checks import check_like, whole_numbers
+from tilewise.rope import Rope, check, positions_of_keys
+from tilewise.rotating import turned_from
 from tilewise.spec import Attention, Shape
 
 
@@ -48,22 +51,27 @@ class Cache:
             arrays.dtype_name(self.k), arrays.device_name(self.k),
         )  # fmt: skip
 
-    def append(self, k: Any, v: Any, counts: Any = None, *, kernel: str = "auto") -> None:
+    def append(self, k: Any, v: Any, counts: Any = None, *, rope: Rope | None = None, kernel: str = "auto") -> None:
         """Write k and v, (batch, heads, n, d), behind the keys of each sequence, in place.
 
         counts: how many of the n, from the first on, are the sequence's own; all of them unless given.
+        rope: k is turned on the way, at its places in the sequences unless the rope has positions of its own.
         kernel: "auto", or the name of the kernel system that writes.
         """
         self.check_new(k, v)
         n = int(k.shape[2])
+        if rope is not None:
+            check(rope, self.batch, {"positions_k": n}, int(k.shape[3]))
         taken = whole_numbers("counts", n if counts is None else counts, self.batch, n)
         system = dispatch.resolve(kernel, Attention(1.0), self.shape, dispatch.DECODING)
         self._make_room(taken)
         writer = dispatch.decoder(system)
-        if writer is None:
+        if writer is not None:
+            writer.append(self, k, v, taken, rope)
+        elif rope is None:
             self._write(k, v, taken)
         else:
-            writer.append(self, k, v, taken)
+            self._write(turned_from(k, replace(rope, positions=positions_of_keys(rope)), self.lengths), v, taken)
         self._lengths.add(taken)
 
     def release(self, *sequences: Any) -> None:

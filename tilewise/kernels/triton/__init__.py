@@ -15,6 +15,7 @@ from tilewise.kernels import host
 from tilewise.kernels.triton import reads
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.kernels.triton.tuning import Pass, chosen, without_room
+from tilewise.rope import Rope
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -83,16 +84,16 @@ class TritonKernel:
         wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
         return Grads(d_q, d_k, d_v, sinks, wanted)
 
-    def decode(self, spec: Attention, q: Any, cache: Cache) -> Partial:
+    def decode(self, spec: Attention, q: Any, cache: Cache, rope: Rope | None = None) -> Partial:
         from tilewise.kernels.triton.launch_decode import decode
 
-        done = decode(spec, _tensor(q), cache)
+        done = decode(spec, _tensor(q), cache, rope)
         return Partial(_like(done.out, q), _like(done.lse, q))
 
-    def append(self, cache: Cache, k: Any, v: Any, counts: Array) -> None:
+    def append(self, cache: Cache, k: Any, v: Any, counts: Array, rope: Rope | None = None) -> None:
         from tilewise.kernels.triton.launch_decode import append
 
-        append(cache, _tensor(k), _tensor(v), counts)
+        append(cache, _tensor(k), _tensor(v), counts, rope)
 
 
 def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:

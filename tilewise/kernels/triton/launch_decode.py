@@ -18,6 +18,9 @@ from tilewise.kernels.triton.reach import reach
 from tilewise.kernels.triton.source import decode as decode_kernels
 from tilewise.kernels.triton.source import pages as pages_kernels
 from tilewise.kernels.triton.tuning import Pass, at_a_time, chosen, fitting_rows, splits_of
+from tilewise.kernels.triton.turning import as_argument
+from tilewise.pytorch.rope import rotation_on
+from tilewise.rope import Rope, positions_of_keys
 from tilewise.spec import Attention, Partial, Shape
 
 _ROWS = 32  # of a program that appends, at most
@@ -26,7 +29,7 @@ _AT_ONCE = 64  # shares that are merged at a time, at most: each time their resu
 
 # Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
 @np.errstate(all="ignore")
-def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
+def decode(spec: Attention, q: Any, cache: Cache, rope: Rope | None) -> Partial:
     """Attention of (batch, heads, n, d) queries, the last of their sequences, to a cache. Nothing waits for the GPU."""
     k, v = _tensor(cache.k), _tensor(cache.v)
     shape = Shape.of(spec, q, *cache.outline())
@@ -49,6 +52,7 @@ def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
         q, k, v, parts.out, parts.lse, sinks, *_read(cache), steps_of(q), steps_of(k), steps_of(v),
         (*steps_of(parts.out), 0 if is_whole else shape.d_v), (*steps_of(parts.lse), 0 if is_whole else 1),
         _table_step(cache), tuple(seen), loaded_by(spec, q), shape.group, shape.n_q, cache.capacity, splits, spec.scale,
+        **_turning(rope, cache, keys=False),
         SCORE=getattr(variant, "score", None), MASK=getattr(variant, "mask", None),
         HAS_SINKS=is_whole and spec.sinks is not None, PAGE=cache.page_size, **sizes(shape, choice.tile),
         # The number of a page is loaded as far ahead as what the page holds, and so takes as many stages again.
@@ -64,8 +68,8 @@ def decode(spec: Attention, q: Any, cache: Cache) -> Partial:
     return Partial(out, lse)
 
 
-def append(cache: Cache, k: Any, v: Any, counts: Array) -> None:
-    """Write new keys and values behind those of each sequence; counts: how many of them are its own."""
+def append(cache: Cache, k: Any, v: Any, counts: Array, rope: Rope | None) -> None:
+    """Write new keys, turned, and values behind those of each sequence; counts: how many of them are its own."""
     n = int(k.shape[2])
     if n == 0:
         return
@@ -77,9 +81,20 @@ def append(cache: Cache, k: Any, v: Any, counts: Array) -> None:
     grid = -(-n // rows), cache.heads, cache.batch
     pages_kernels.append[grid](
         stored_k, stored_v, k, v, *_read(cache), told, *map(steps_of, (stored_k, stored_v, k, v)), _table_step(cache),
-        n, cache.capacity, PAGE=cache.page_size, HAS_COUNTS=is_ragged, ROWS=rows, D=d, D_V=d_v,
-        DEPTH=power_of_2(d), COLUMNS=power_of_2(d_v),
+        n, cache.capacity, **_turning(rope, cache, keys=True), PAGE=cache.page_size, HAS_COUNTS=is_ragged, ROWS=rows,
+        D=d, D_V=d_v, DEPTH=power_of_2(d), COLUMNS=power_of_2(d_v),
     )  # fmt: skip
+
+
+def _turning(rope: Rope | None, cache: Cache, keys: bool) -> dict[str, Any]:
+    """What queries, or new keys, are turned by: at given positions, or at those counted from where their sequences
+    begin, for which there is a table as long as sequences may become."""
+    if rope is None:
+        return {"turn": None, "PAIRS": 0, "INTERLEAVED": False, "COUNTED": False}
+    given, d = positions_of_keys(rope) if keys else rope.positions, int(cache.k.shape[3])
+    where = (range(cache.capacity),) if given is None else given
+    turn = as_argument(rotation_on(_tensor(cache.k).device, rope, where, d))
+    return {"turn": turn, "PAIRS": rope.pairs(d), "INTERLEAVED": rope.interleaved, "COUNTED": given is None}
 
 
 def _tensor(x: Any) -> Any:

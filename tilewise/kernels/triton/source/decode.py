@@ -8,17 +8,18 @@ import triton
 import triton.language as tl
 
 from tilewise.kernels.triton.source.forward import with_sink
-from tilewise.kernels.triton.source.pages import gather_rows, place_of_tile, scatter_rows
+from tilewise.kernels.triton.source.pages import gather_rows, gather_turned, place_of_tile, scatter_rows
 from tilewise.kernels.triton.source.tiles import LOG2_E, at_scores, finite, matrix, narrow
 
 
 @triton.jit
 def decode(
     q, k, v, out, lse, sinks, lengths, table, q_steps, k_steps, v_steps, out_steps, lse_steps, table_step,
-    reach, loaded, group, n_q, capacity, splits, scale,
+    reach, loaded, group, n_q, capacity, splits, scale, turn,
     SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
     split, hk, b = tl.program_id(0) % splits, tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) // splits * TILE_Q + tl.arange(0, TILE_Q)
@@ -26,8 +27,9 @@ def decode(
     n_k = tl.minimum(tl.load(lengths + b), capacity)
     first, last, first_full, last_full = share(n_k, reach, split, splits, TILE_K)
 
-    # 1 load q
-    q_tile = gather_rows(matrix(q, q_steps, b, h, query), inside, D, DEPTH)
+    # 1 load q, turned as the keys were when they came
+    place = tl.maximum(n_k - n_q + query, 0) if COUNTED else query
+    q_tile = gather_turned(matrix(q, q_steps, b, h, query), inside, turn, b, place, D, DEPTH, PAIRS, INTERLEAVED)
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
