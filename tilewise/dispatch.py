@@ -122,6 +122,7 @@ def kernel(name: str) -> Kernel:
     return made
 
 
+@cache  # a protocol's isinstance takes longer than a launch
 def decoder(system: Kernel) -> Decodes | None:
     """The system, if it has kernels for decoding; a rung is one kernel, and computes by that."""
     return system if isinstance(system, Decodes) and "/" not in system.name else None
