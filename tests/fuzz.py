@@ -36,6 +36,7 @@ from tests.fuzzing.memory import Memory
 from tilewise import dispatch
 from tilewise.cli.terminal import progress
 from tilewise.dispatch import Kernel
+from tilewise.kernels.triton.modules import is_interpreted
 
 MOST_FAILURES = 10
 MOST_LUCK, MOST_LUCK_OF_A_KIND = 0.05, 0.15  # the share of results that may need the bound of rounding ...
@@ -246,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _wanted(options: argparse.Namespace) -> Wanted:
     """What the options say, and where they say nothing what suits the kernel."""
     system, _, rung = options.kernel.partition("/")
-    on_a_gpu = system == "cuda" or (system == "triton" and os.environ.get("TRITON_INTERPRET") != "1")
+    on_a_gpu = system == "cuda" or (system == "triton" and not is_interpreted())
     half_share, pool, device = options.half_share, options.pool, "cuda" if on_a_gpu else "cpu"
     if half_share is None:
         has_tensor_cores = on_a_gpu or system.startswith("cuda")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -122,10 +122,14 @@ def kernel(name: str) -> Kernel:
     return made
 
 
-@cache  # a protocol's isinstance takes longer than a launch
 def decoder(system: Kernel) -> Decodes | None:
     """The system, if it has kernels for decoding; a rung is one kernel, and computes by that."""
-    return system if isinstance(system, Decodes) and "/" not in system.name else None
+    return cast(Decodes, system) if "/" not in system.name and _decodes(type(system)) else None
+
+
+@cache  # to ask takes longer than a launch
+def _decodes(kind: type) -> bool:
+    return issubclass(kind, Decodes)
 
 
 def reasons(spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> dict[str, str | None]:

@@ -103,10 +103,20 @@ def _chosen(kernel: Any, x: Any) -> str:
         raise ValueError(f"kernel: expected one of {', '.join(_KERNELS)}, got {kernel!r}")
     if kernel == "matmul" or (kernel == "auto" and arrays.device_name(x) == "cpu"):
         return "matmul"
+    if kernel == "auto" and _is_followed(x):
+        return "matmul"
     reason = _not_triton(x)
     if reason is not None and kernel == "triton":
         raise dispatch.Unsupported(f"kernel 'triton' cannot compute this projection: {reason}; take kernel='matmul'")
     return "triton" if reason is None else "matmul"
+
+
+def _is_followed(x: Any) -> bool:
+    if not arrays.is_torch(x):
+        return False
+    from tilewise.pytorch.turning import is_followed
+
+    return is_followed()
 
 
 def _not_triton(x: Any) -> str | None:

@@ -164,7 +164,7 @@ def test_strides_and_types_beside_the_inputs(name: str, strange: str) -> None:
     assert all(np.array_equal(got[what], value) for what, value in want.items())
 
 
-@pytest.mark.parametrize("name", dispatch.NAMES)
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if "/" not in name])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_wider_gradient_is_not_rounded_to_the_inputs_type(name: str, dtype: str) -> None:
     """The two terms of d_v differ by what float16 has no number for, nor bfloat16."""

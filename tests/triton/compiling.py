@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -37,7 +38,7 @@ def _type(x: Any) -> Any:
         return f"tensordesc<{_TYPES[x.base.dtype][1:]}[{','.join(map(str, x.block_shape))}]>"
     if isinstance(x, torch.Tensor):
         return _TYPES[x.dtype]
-    if x is None:
+    if x is None or isinstance(x, tl.constexpr):
         return "constexpr"
     if isinstance(x, tuple):
         return tuple(map(_type, x))
@@ -49,6 +50,9 @@ def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> No
     options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
     given = dict(zip(self.arg_names, args, strict=False)) | named
     constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
+    for i, name in enumerate(self.arg_names):
+        if name not in constants and isinstance(given[name], tuple):
+            constants |= {(i, j): x for j, x in enumerate(given[name]) if _type(x) == "constexpr"}
     signature = {name: "constexpr" if name in constants else _type(given[name]) for name in self.arg_names}
     source = ASTSource(fn=self, signature=signature, constexprs=constants)
     made = triton.compile(source, target=TARGET, options=options)
@@ -61,7 +65,8 @@ def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False, n: i
     q, k, v = (torch.zeros(1, 4 // group, n, d, dtype=dtype) for group in (1, 2, 2))
     done = launch.forward(spec, q, k, v, None, basic)
     if not basic:
-        launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), done.lse, None)
+        for d_lse in (None, done.lse):
+            launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), d_lse, None)
 
 
 def _decode(spec: Attention, dtype: torch.dtype, d: int, page_size: int | None, rope: tw.Rope | None = None) -> None:

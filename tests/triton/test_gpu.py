@@ -206,6 +206,44 @@ def test_a_fused_projection_has_gradients() -> None:
     assert all(_off(a.grad, c.grad) < 1e-5 for a, c in zip(drawing.here, drawing.there, strict=True))
 
 
+@pytest.mark.parametrize("rope", [tw.Rope(), tw.Rope(24, interleaved=True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_whole_tensors_are_turned(dtype: torch.dtype, rope: tw.Rope) -> None:
+    """Called, compiled and captured; and its gradient."""
+    x = torch.randn(2, 3, 300, 64, device=DEVICE).to(dtype).requires_grad_()
+    want = tw.apply_rope(x.detach().cpu().double(), rope)
+    made = tw.apply_rope(x, rope)
+    assert _off(made, want) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert torch.equal(torch.compile(lambda x: tw.apply_rope(x, rope), fullgraph=True)(x), made)
+    (d_x,) = torch.autograd.grad(made, x, made.detach())
+    assert _off(d_x, x.detach().cpu()) < (2e-2 if dtype == torch.bfloat16 else 1e-5)  # turned, and turned back
+    graph, still = torch.cuda.CUDAGraph(), x.detach()
+    with torch.cuda.graph(graph):
+        captured = tw.apply_rope(still, rope)
+    graph.replay()
+    assert torch.equal(captured, made)
+
+
+@pytest.mark.parametrize("n", [60, 300])
+def test_turned_tiles_and_turned_arrays(n: int) -> None:
+    """Few tiles of queries turn what they load; for many q and k are turned before."""
+    drawing = Drawing(torch.bfloat16)
+    sizes = (4, n), (2, 300), (2, 300)
+    q, k, v = (drawing(1, heads, rows, 64, dtype=torch.bfloat16) for heads, rows in sizes)
+    tw.attention(q, k, v, causal=True, rope=tw.Rope(), kernel="triton").float().square().sum().backward()
+    tw.attention(*drawing.there, causal=True, rope=tw.Rope()).float().square().sum().backward()
+    assert all(_off(a.grad, b.grad) < 2e-2 for a, b in zip(drawing.here, drawing.there, strict=True))
+
+
+def test_the_device_of_the_arrays_need_not_be_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    q = torch.randn(1, 2, 40, 64, device="cuda:1", dtype=torch.bfloat16, requires_grad=True)
+    out = tw.attention(q, q, q, causal=True, rope=tw.Rope(), kernel="triton")
+    out.float().sum().backward()
+    assert _off(out, tw.attention(*[q.detach().cpu()] * 3, causal=True, rope=tw.Rope())) < 2e-2
+
+
 def test_gradients_are_shared_between_processes() -> None:
     """DistributedDataParallel hooks into the gradients, as soon as each is there."""
     from torch.nn.parallel import DistributedDataParallel

@@ -187,7 +187,7 @@ def plainly(x: Any, rope: tw.Rope, positions: Any = None) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("shape", [(2, 5, 300, 16), (3, 1, 1, 10), (1, 2, 33, 200), (2, 2, 0, 8)])
 def test_whole_tensors(shape: tuple[int, ...], dtype: str, name: str, as_on_a_gpu: None) -> None:
-    """Tiles of rows and groups of heads, some of them ragged: the same bits as PyTorch's operations have."""
+    """Tiles of rows and groups of heads, some of them ragged: the bits of PyTorch's operations, in the interpreter."""
     x = torch.from_numpy(np.random.default_rng(shape).standard_normal(shape)).to(getattr(torch, dtype))
     made = tw.apply_rope(x, ROPES[name])
     assert made.is_contiguous()
@@ -237,6 +237,21 @@ def test_compiled_without_breaks(positions: bool, as_on_a_gpu: None) -> None:
         assert_close(made, plainly(x, tw.Rope(4), at if positions else None), "float32")
         (d_x,) = torch.autograd.grad(made.square().sum(), x)
         assert torch.allclose(d_x, 2 * x, atol=1e-5)  # turning keeps lengths
+
+
+@needs_triton
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own forward mode
+def test_what_looks_on_sees_pytorchs_operations(as_on_a_gpu: None) -> None:
+    """torch.func, and forward mode, go through those; an operator would give tangents of 0, or no gradient."""
+    x, t = (torch.from_numpy(np.random.default_rng(i).standard_normal((1, 2, 5, 8)).astype(np.float32)) for i in (0, 1))
+    want, rope = plainly(t, tw.Rope()), tw.Rope()
+    assert_close(torch.func.jvp(lambda x: tw.apply_rope(x, rope), (x,), (t,))[1], want, "float32")
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, t)
+        tangent = torch.autograd.forward_ad.unpack_dual(tw.apply_rope(dual, rope)).tangent
+        assert_close(tangent, want, "float32")
+    found = torch.func.grad(lambda x: tw.apply_rope(x, rope).square().sum())(x)
+    assert torch.allclose(found, 2 * x, atol=1e-5)  # turning keeps lengths
 
 
 @needs_triton

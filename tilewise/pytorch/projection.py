@@ -41,7 +41,8 @@ def _project(
     from tilewise.kernels.triton import launch_projection
 
     turn = _rotation(cos, sin, interleaved)
-    return launch_projection.project(x, w, bias, turn, heads, turned_heads)
+    with torch.cuda.device_of(x):  # Triton launches on the current one
+        return launch_projection.project(x, w, bias, turn, heads, turned_heads)
 
 
 @_project.register_fake  # type: ignore[untyped-decorator]
@@ -56,7 +57,8 @@ def _gather(d_y: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bo
     from tilewise.kernels.triton import launch_projection
 
     turn = _rotation(cos, sin, interleaved)
-    return launch_projection.gather(d_y, turn, turned_heads)
+    with torch.cuda.device_of(d_y):
+        return launch_projection.gather(d_y, turn, turned_heads)
 
 
 @_gather.register_fake  # type: ignore[untyped-decorator]

@@ -1,4 +1,4 @@
-"""The operator tilewise::turn: Triton's rotary embedding of whole tensors for autograd, torch.compile and vmap."""
+"""The operator tilewise::turn: Triton's rotary embedding of whole tensors for autograd and torch.compile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tilewise import arrays, dispatch
 from tilewise.rope import Rotation
@@ -21,7 +22,14 @@ def is_served(x: Tensor) -> bool:
     """Whether Triton's kernel takes such a tensor."""
     from tilewise.kernels.triton import MOST_D
 
-    return bool(is_available(x.device.type, arrays.dtype_name(x))) and x.shape[-1] <= MOST_D
+    return not is_followed() and bool(is_available(x.device.type, arrays.dtype_name(x))) and x.shape[-1] <= MOST_D
+
+
+def is_followed() -> bool:
+    """Whether torch.func or forward mode looks on: they go through PyTorch's own operations, not through operators."""
+    if arrays.compiling():
+        return False
+    return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -61,26 +69,3 @@ def _gradients(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
 
 
 _turn.register_autograd(_gradients, setup_context=_remember)
-
-
-# -- vmap -------------------------------------------------------------------------------------------------------------
-
-
-def _over_examples(
-    info: Any, dims: tuple[Any, ...], x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
-) -> tuple[Tensor, int]:
-    """Examples join the batch, and so do their angles, unless all of them have the same."""
-    x, cos, sin = (
-        t.expand(info.batch_size, *t.shape) if dim is None else t.movedim(dim, 0)
-        for t, dim in zip((x, cos, sin), dims, strict=False)
-    )
-    batch = x.shape[:2]
-    if dims[1] is None and dims[2] is None and cos.shape[1] == 1:
-        cos, sin = cos[0], sin[0]
-    else:
-        cos, sin = (t.expand(*batch, *t.shape[2:]).flatten(0, 1) for t in (cos, sin))
-    return _turn(x.flatten(0, 1), cos, sin, interleaved, back).unflatten(0, batch), 0
-
-
-if hasattr(torch.library, "register_vmap"):  # PyTorch 2.4 has none, and its vmap says that it cannot
-    _turn.register_vmap(_over_examples)

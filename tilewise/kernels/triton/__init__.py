@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -65,7 +66,8 @@ class TritonKernel:
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 
-        done = forward(spec, _tensor(q), _tensor(k), _tensor(v), tile, self.basic)
+        with _device_of(q):
+            done = forward(spec, _tensor(q), _tensor(k), _tensor(v), tile, self.basic)
         return Partial(_like(done.out, q), _like(done.lse, q))
 
     def backward(
@@ -77,8 +79,8 @@ class TritonKernel:
         dtype = _computed_with(_tensor(d_out), _tensor(q))
         held = Partial(_rows(saved.out, dtype), _tensor(saved.lse).contiguous())  # another system may have saved them
         d_lse = None if d_lse is None else _tensor(d_lse)
-        wide_q, wide_k, wide_v = (_tensor(x).to(dtype) for x in (q, k, v))
-        grads = backward(spec, wide_q, wide_k, wide_v, held, _rows(d_out, dtype), d_lse, tile)
+        with _device_of(q):
+            grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _rows(d_out, dtype), d_lse, tile)
         d_q, d_k, d_v = (_like(grad.to(_tensor(x).dtype), x) for grad, x in ((grads.q, q), (grads.k, k), (grads.v, v)))
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
         wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
@@ -87,13 +89,15 @@ class TritonKernel:
     def decode(self, spec: Attention, q: Any, cache: Cache, rope: Rope | None = None) -> Partial:
         from tilewise.kernels.triton.launch_decode import decode
 
-        done = decode(spec, _tensor(q), cache, rope)
+        with _device_of(q):
+            done = decode(spec, _tensor(q), cache, rope)
         return Partial(_like(done.out, q), _like(done.lse, q))
 
     def append(self, cache: Cache, k: Any, v: Any, counts: Array, rope: Rope | None = None) -> None:
         from tilewise.kernels.triton.launch_decode import append
 
-        append(cache, _tensor(k), _tensor(v), counts, rope)
+        with _device_of(k):
+            append(cache, _tensor(k), _tensor(v), counts, rope)
 
 
 def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:
@@ -105,13 +109,20 @@ def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:
     return spec if few_tiles_turn_keys(spec, shape, None) else replace(spec, rope=None)
 
 
+def _device_of(x: Any) -> Any:
+    """Triton launches on the current device."""
+    return sys.modules["torch"].cuda.device_of(x) if arrays.is_torch(x) and x.is_cuda else nullcontext()
+
+
 def _tensor(x: Any) -> Any:
     return x if arrays.is_torch(x) else arrays.as_tensor(x)
 
 
 def _computed_with(d_out: Any, q: Any) -> Any:
-    """The type of q, or float32 where the output's gradient is wider than q: it would lose what it has."""
-    return sys.modules["torch"].float32 if d_out.element_size() > q.element_size() else q.dtype
+    """One that holds what q and the output's gradient have, of those that there are kernels for."""
+    torch = sys.modules["torch"]
+    both = torch.promote_types(d_out.dtype, q.dtype)
+    return torch.float32 if both == torch.float64 else both
 
 
 def _rows(x: Any, dtype: Any) -> Any:

@@ -61,19 +61,19 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
 def backward(
     spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None
 ) -> Grads:
-    """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
-    shape = Shape.of(spec, q, k, v)
-    before = turns_before(spec, shape, tile, q)
+    """Gradients of sum(out * d_out) + sum(lse * d_lse), in the type of d_out, which may be wider than that of q."""
+    is_wider = d_out.dtype != q.dtype
+    before = turns_before(spec, Shape.of(spec, q, k, v), tile, q, always=is_wider)  # and rounded as forward rounds
     if before is not None:
         turn_q, turn_k = before
         q, k = launch_rope.turned(q, turn_q), launch_rope.turned(k, turn_k)
         grads = backward(replace(spec, rope=None), q, k, v, saved, d_out, d_lse, tile)
         d_q, d_k = launch_rope.turned(grads.q, turn_q, back=True), launch_rope.turned(grads.k, turn_k, back=True)
         return replace(grads, q=d_q, k=d_k)
-    # Kernels write all rows but those that lie in no sequence.
-    new = torch.empty if spec.lengths is None else torch.zeros
-    d_q, d_k, d_v = (new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    shift, delta = (new(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
+    q, k, v = (x.to(d_out.dtype) for x in (q, k, v))
+    shape = Shape.of(spec, q, k, v)
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    shift, delta = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
     held = saved.out, saved.lse, d_lse
     held_steps = tuple(None if x is None else steps_of(x) for x in held)
     slope = score_slopes(spec)[S]
@@ -94,8 +94,8 @@ def backward(
     if 0 not in grid:
         backward_kernels.d_keys[grid](
             *given, d_k, d_v, *steps, steps_of(d_k), steps_of(d_v), *rest, shape.group, spec.scale,
-            **maps(spec, choice.tile.q, q=q, d_out=d_out, shift=shift, delta=delta), **told,
-            **sizes(shape, choice.tile), **choice.options,
+            **maps(spec, choice.tile.q, q=q, d_out=d_out), **maps(spec, choice.tile.q, shift=shift, delta=delta),
+            **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
     d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
     return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, tile, given, turned))

@@ -141,15 +141,15 @@ class _Writer:
         return _constant(float(a.text.strip("()"))) if a.literal else self.value(_tensor(a), _FLOAT, a)
 
     def _load(self, slot: Loaded, *index: Value) -> Value:
-        """A cell; indices are clamped to the array, so that nothing is ever read outside it."""
+        """A cell; nothing is read outside the array: indices are clamped to it, or masked if it has all keys."""
         number, kind = self.numbers[id(slot.array)], arrays.value_kind(slot.array)
-        offsets = [self._offset(number, axis, i).text for axis, i in enumerate(index)]
-        row = " + ".join([f"arrays[{number}]", *offsets[:-1]])
-        if index and index[-1].text in _KEYS and number in self.complete:
+        by_key = bool(index) and index[-1].text in _KEYS and number in self.complete
+        clamped = index[:-1] if by_key else index
+        at = "".join(f" + {self._offset(number, axis, i).text}" for axis, i in enumerate(clamped))
+        cell = f"tl.load(arrays[{number}]{at})"
+        if by_key:
             axis = f"[{number}][{len(index) - 1}]"
-            cell = f"cell_of({row}, {index[-1].text}, sizes{axis}, steps{axis})"
-        else:
-            cell = f"tl.load({' + '.join([row, *offsets[-1:]])})"
+            cell = f"cell_of(arrays[{number}]{at}, {index[-1].text}, sizes{axis}, steps{axis})"
         if kind == _BOOL:
             return self.condition(cell, "!=", "0", *index)
         wide = arrays.dtype_name(slot.array) == "int64"

@@ -37,7 +37,7 @@ class Tables:
 def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> Tables:
     """The tiles of queries with the key tiles that each visits, or the other way round; those with the most first."""
     spec = _as_the_host_sees_it(spec)
-    records: list[Array] = []
+    records = [np.zeros((1, 1, 0, FIELDS), np.int64)]  # there may be no sequence
     runs: list[Array] = []
     n_runs = 0
     for part, queries, keys in shape.sequences(spec.lengths):
@@ -48,7 +48,7 @@ def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> T
         )
         runs.append(rows.table)
         n_runs += len(rows.table)
-    heads = np.broadcast_shapes(*(x.shape[:2] for x in records)) if records else (1, 1)
+    heads = np.broadcast_shapes(*(x.shape[:2] for x in records))
     every = np.concatenate([np.broadcast_to(x, (*heads, *x.shape[2:])) for x in records], axis=2)
     table = np.concatenate([*runs, np.zeros((1, 3), np.int64)])  # never empty
     size = np.concatenate([[0], np.cumsum(table[:, 1] - table[:, 0])])

@@ -161,7 +161,7 @@ def _at_most(wanted: int, most: int) -> int:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 _LEAST_TILES = 4  # of keys, that a program is worth starting for
-_MOST_PROGRAMS = 4  # that a multiprocessor has registers for, if it has the shared memory
+_MOST_PROGRAMS = 3  # that a multiprocessor has registers for, if it has the shared memory
 _NEARLY = 0.95
 
 
@@ -172,8 +172,8 @@ def fitting_rows(choice: Choice, shape: Shape) -> Choice:
 
 
 def at_a_time(choice: Choice, spec: Attention, shape: Shape, device: Any) -> int:
-    """How many programs that decode the GPU runs at a time."""
-    wanted = shared_bytes(choice, spec, shape, _HELD[Pass.DECODE])
+    """How many programs that decode the GPU runs at a time. What is loaded last goes to registers, not to a stage."""
+    wanted = shared_bytes(replace(choice, stages=max(1, choice.stages - 1)), spec, shape, _HELD[Pass.DECODE])
     return processors(device) * max(1, min(_MOST_PROGRAMS, shared_memory(shape.device) // wanted))
 
 

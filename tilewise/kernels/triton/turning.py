@@ -15,9 +15,11 @@ from tilewise.spec import Attention, Shape, Tile
 _FEW = 2
 
 
-def turns_before(spec: Attention, shape: Shape, tile: Tile | None, q: Any) -> tuple[Rotation, Rotation] | None:
+def turns_before(
+    spec: Attention, shape: Shape, tile: Tile | None, q: Any, always: bool = False
+) -> tuple[Rotation, Rotation] | None:
     """What q and k are turned by before kernels begin, which then have no embedding; None where tiles are turned."""
-    if spec.rope is None or few_tiles_turn_keys(spec, shape, tile):
+    if spec.rope is None or (not always and few_tiles_turn_keys(spec, shape, tile)):
         return None
     return rotations_on(q.device, spec.rope, shape, spec.lengths)
 

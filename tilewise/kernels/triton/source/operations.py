@@ -9,7 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def cell_of(row, key, size, step):
-    """row[key]. Of a clamped index Triton would not know that neighbours lie side by side, and load them one by one."""
+    """row[key], 0 outside. Of clamped indices Triton would not know that neighbours lie side by side, and load them one
+    by one."""
     return tl.load(row + tl.cast(key, tl.int64) * step, mask=(key >= 0) & (key < size), other=0)
 
 

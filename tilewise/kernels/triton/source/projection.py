@@ -127,15 +127,16 @@ def turned(
 ):  # fmt: skip
     """The tile, its heads below turned_heads turned, or turned BACK, and rounded to TYPE.
 
-    Numbers behind those that are turned make pairs of angle 0.
+    Numbers that are not turned are paired too, and stay as they are, whatever the other one is.
     """
     one, other = apart(x, PADDED, PAIRS, INTERLEAVED)
     column = tl.arange(0, x.shape[1] // 2)
     head, pair = first + column // (PADDED // 2), column % (PADDED // 2)
-    cos, sin = angles(turn, b, i, pair, (head < turned_heads) & (pair < PAIRS), BACK)
-    return together(
-        narrow(one * cos - other * sin, TYPE), narrow(other * cos + one * sin, TYPE), PADDED, PAIRS, INTERLEAVED
-    )
+    turns = (head < turned_heads) & (pair < PAIRS)
+    cos, sin = angles(turn, b, i, pair, turns, BACK)
+    turned_one = tl.where(turns[None, :], one * cos - other * sin, one)
+    turned_other = tl.where(turns[None, :], other * cos + one * sin, other)
+    return together(narrow(turned_one, TYPE), narrow(turned_other, TYPE), PADDED, PAIRS, INTERLEAVED)
 
 
 @triton.jit

@@ -113,7 +113,7 @@ def load_pairs(at, inside, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.
         rows = tl.load(at + column, mask=inside & (column < WIDTH), other=0.0)
         one, other = tl.split(tl.reshape(rows, (at.shape[0], PADDED // 2, 2)))
     else:
-        first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
+        first, second = columns_of_halves(PADDED, PAIRS)
         one = tl.load(at + first[None, :], mask=inside & (first < WIDTH)[None, :], other=0.0)
         other = tl.load(at + second[None, :], mask=inside & (second < WIDTH)[None, :], other=0.0)
     return one.to(tl.float32), other.to(tl.float32)
@@ -129,18 +129,16 @@ def store_pairs(
         rows = tl.reshape(tl.join(one, other), (at.shape[0], PADDED))
         tl.store(at + column, narrow(rows, stored), mask=inside & (column < WIDTH))
     else:
-        first, second = columns_of_pairs(PADDED, PAIRS, INTERLEAVED)
+        first, second = columns_of_halves(PADDED, PAIRS)
         tl.store(at + first[None, :], narrow(one, stored), mask=inside & (first < WIDTH)[None, :])
         tl.store(at + second[None, :], narrow(other, stored), mask=inside & (second < WIDTH)[None, :])
 
 
 @triton.jit
-def columns_of_pairs(PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+def columns_of_halves(PADDED: tl.constexpr, PAIRS: tl.constexpr):
     """Where the first and the second number of each pair are stored; behind those that are turned, neighbours pair."""
     pair = tl.arange(0, PADDED // 2)
-    if INTERLEAVED:
-        first, second = 2 * pair, 2 * pair + 1
-    elif 2 * PAIRS == PADDED:  # what lies side by side is loaded at once, if Triton sees that it does
+    if 2 * PAIRS == PADDED:  # what lies side by side is loaded at once, if Triton sees that it does
         first, second = pair, pair + PAIRS
     else:
         first, second = tl.where(pair < PAIRS, pair, 2 * pair), tl.where(pair < PAIRS, pair + PAIRS, 2 * pair + 1)
@@ -149,7 +147,7 @@ def columns_of_pairs(PADDED: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def angles_of(turn, b, row, inside, PADDED: tl.constexpr, PAIRS: tl.constexpr):
-    """cos and sin for each row and pair. b: one number, or one a row."""
+    """cos and sin for each row and pair."""
     cos, sin, batch_step, row_step = turn
     pair = tl.arange(0, PADDED // 2)
     at = (tl.cast(b, tl.int64) * batch_step + row.to(tl.int64) * row_step)[:, None] + pair[None, :]
