@@ -66,7 +66,7 @@ class Tables:
 
 
 def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
-    return _records(spec, shape, tile) if rung.persistent else _sequences(spec, shape, tile, rung.planned)
+    return _records(spec, shape, tile) if rung.persistent else sequences(spec, shape, tile, rung.planned)
 
 
 def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[int, ...]:
@@ -77,8 +77,8 @@ def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[
     )  # fmt: skip
 
 
-def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool) -> Tables:
-    """A table of sequences, and of the runs of their query tiles if the kernel follows a plan."""
+def sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key: bool = False) -> Tables:
+    """A table of sequences, and of the runs of their query tiles, or key tiles, if the kernel follows a plan."""
     rows: list[tuple[int, ...]] = []
     offsets: list[Array] = []
     runs: list[Array] = []
@@ -86,14 +86,15 @@ def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool) -> Tabl
     for part, queries, keys in shape.sequences(spec.lengths):
         where = (0, 0, 0)
         if planned:
-            by_query = plan(spec, part, tile).by_query
-            where = (n_offsets, *_steps(by_query.offsets))
-            offsets.append(by_query.offsets.ravel() + n_runs)
-            runs.append(by_query.table)
-            n_offsets += by_query.offsets.size
-            n_runs += len(by_query.table)
+            made = plan(spec, part, tile)
+            visits = made.by_key if by_key else made.by_query
+            where = (n_offsets, *_steps(visits.offsets))
+            offsets.append(visits.offsets.ravel() + n_runs)
+            runs.append(visits.table)
+            n_offsets += visits.offsets.size
+            n_runs += len(visits.table)
         rows.append((*_fields(part, queries, keys, tiles), *where))
-        tiles += -(-part.n_q // tile.q)
+        tiles += -(-part.n_k // tile.k) if by_key else -(-part.n_q // tile.q)
     numbers = _joined(np.array(rows, np.int32), *offsets, *runs)
     offsets_at = len(rows) * len(structs.SEQUENCE_FIELDS)
     return Tables(numbers, tiles, len(rows), offsets_at=offsets_at, runs_at=offsets_at + n_offsets)
@@ -212,6 +213,15 @@ def params(
         call.arrays[i].step[: len(view.steps)] = view.steps
         call.arrays[i].size[: len(view.shape)] = view.shape
     return call  # type: ignore[no-any-return]
+
+
+def backward(call: Any, arrays_of: dict[str, View]) -> Structure:
+    """Backward of source/backward.h around Params: d_out, d_lse if there is one, delta, d_q, d_k and d_v."""
+    full: Any = structs.backward_type(len(call.arrays))()
+    full.params = call
+    for name, view in arrays_of.items():
+        setattr(full, name, structs.Array(view.address, *view.steps[:3]))
+    return full  # type: ignore[no-any-return]
 
 
 def launch(

@@ -8,6 +8,7 @@ held in registers for each row: a comparison with a constant for each score, whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays
+from tilewise.derivative import ONE
 from tilewise.expr import COMPARISONS, Expr, Loaded, S
 from tilewise.kernels.cuda.structs import MAX_CONSTANTS
 from tilewise.kernels.cuda.sums import (
@@ -92,16 +94,20 @@ class Variant:
     table: Table | None = None
 
 
-def variant(mask: Expr | None, score: Expr | None) -> Variant:
-    """What `variant.h` stands for in a kernel's source."""
+def variant(mask: Expr | None, score: Expr | None, slope: Expr | None = None) -> Variant:
+    """What `variant.h` stands for in a kernel's source. slope: of the score, for a backward pass."""
     writer = _Writer()
-    of_score = writer.function(
-        "float", "score", lambda: writer.term(S if score is None else score), parameter=", float s"
-    )
+    of_scores = {"score": S if score is None else score, **({} if slope is None else {"slope": slope})}
+    functions = [
+        writer.function("float", name, partial(writer.term, expr), parameter=", float s")
+        for name, expr in of_scores.items()
+    ]
     writer.takes_table = False  # masks are not looked at in every tile
-    functions = [of_score, writer.function("bool", "mask", lambda: writer.within_keys(mask))]
-    flag = f"constexpr bool HAS_SCORE = {_bool(score is not None)};"
-    parts = [_OPENING, flag, *writer.places(), *writer.of_table(), *functions, "}  // namespace variant\n"]
+    functions.append(writer.function("bool", "mask", lambda: writer.within_keys(mask)))
+    flags = [f"constexpr bool HAS_SCORE = {_bool(score is not None)};"]
+    if slope is not None:
+        flags.append(f"constexpr bool HAS_SLOPE = {_bool(slope is not ONE)};")
+    parts = [_OPENING, *flags, *writer.places(), *writer.of_table(), *functions, "}  // namespace variant\n"]
     told = tuple(form[""] for form in writer.told)
     return Variant("\n\n".join(parts), tuple(writer.slots), told, writer.table)
 

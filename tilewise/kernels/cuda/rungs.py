@@ -100,6 +100,59 @@ class Tiled:
         return {}
 
 
+class TiledDQuery:
+    """The tiled kernel's backward pass, for queries: d_out lies in shared memory beside q."""
+
+    name, folder = "tiled_d_query", SOURCES
+    SLICE = Tiled.SLICE
+
+    def default_tile(self, shape: Shape) -> Tile:
+        return RUNGS["tiled"].default_tile(_PLAIN, shape)
+
+    def fitting(self, tile: Tile | None, shape: Shape) -> Tile:
+        most = self.default_tile(shape)
+        return most if tile is None else Tile(min(tile.q, most.q), min(tile.k, most.k))
+
+    def threads(self, tile: Tile) -> int:
+        return 128
+
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+        rows, keys = _up(tile.q, 8), _up(tile.k, 16)
+        numbers = rows * (_up(shape.d, self.SLICE) + 4) + rows * (_up(shape.d_v, self.SLICE) + 4)
+        numbers += max(rows, keys) * (self.SLICE + 4) + rows * (keys + 4)
+        return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {}
+
+
+class TiledDKeys:
+    """The same for keys and values, whose tile is smaller where heads are large: k and v lie in shared memory whole."""
+
+    name, folder = "tiled_d_keys", SOURCES
+    SLICE = Tiled.SLICE
+
+    def default_tile(self, shape: Shape) -> Tile:
+        tile = RUNGS["tiled"].default_tile(_PLAIN, shape)
+        return Tile(32, tile.q)
+
+    def fitting(self, tile: Tile | None, shape: Shape) -> Tile:
+        most = self.default_tile(shape)
+        return most if tile is None else Tile(min(tile.q, most.q), min(tile.k, most.k))
+
+    def threads(self, tile: Tile) -> int:
+        return 128
+
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+        rows, keys = _up(tile.q, 8), _up(tile.k, 16)
+        numbers = keys * (_up(shape.d, self.SLICE) + 4) + keys * (_up(shape.d_v, self.SLICE) + 4)
+        numbers += rows * (self.SLICE + 4) + keys * (rows + 4)
+        return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {}
+
+
 class ForwardSm90:
     """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
 
@@ -202,3 +255,4 @@ def _up(n: int, multiple: int) -> int:
 
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
 REFINE = Refine()
+D_QUERY, D_KEYS = TiledDQuery(), TiledDKeys()

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from tilewise import arrays
-from tilewise.expr import Loaded
+from tilewise.expr import Expr, Loaded
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.ops import STORED, Variant, variant
 from tilewise.kernels.cuda.rungs import SOURCES, Compiled
@@ -37,11 +37,12 @@ class Source:
 
 
 def assembled(
-    rung: Compiled, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None, tables: bool = True
+    rung: Compiled, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None, tables: bool = True,
+    slope: Expr | None = None,
 ) -> tuple[Source, list[Loaded]]:
     """The source of a call, made once for all calls of its kind; and the arrays it loads, in their order.
 
-    tables: whether the arrays begin where the copy engine can load them from.
+    tables: whether the arrays begin where the copy engine can load them from. slope: of the score, for a backward pass.
     """
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
@@ -55,7 +56,7 @@ def assembled(
     )  # fmt: skip
 
     def make() -> Source:
-        made = variant(spec.mask, spec.score)
+        made = variant(spec.mask, spec.score, slope)
         return source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables)
 
     return _sources.found(key, make), slots

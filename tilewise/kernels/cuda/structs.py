@@ -1,4 +1,4 @@
-"""The structures that kernels take, field by field as in source/params.h, items.h, sm90.h and refine.cu."""
+"""The structures that kernels take, field by field as in source/params.h, items.h, sm90.h, backward.h and refine.cu."""
 
 from __future__ import annotations
 
@@ -71,6 +71,19 @@ def launch_type(n_arrays: int) -> type[Structure]:
         ]  # fmt: skip
 
     return Launch
+
+
+BACKWARD_ARRAYS = ("d_out", "d_lse", "delta", "d_q", "d_k", "d_v")
+
+
+@cache
+def backward_type(n_arrays: int) -> type[Structure]:
+    """Backward of source/backward.h."""
+
+    class Backward(Structure):
+        _fields_ = [("params", params_type(n_arrays)), *((name, Array) for name in BACKWARD_ARRAYS)]
+
+    return Backward
 
 
 @cache

@@ -9,10 +9,12 @@ from tilewise.spec import Attention, Shape
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def unsupported(spec: Attention, shape: Shape) -> str | None:
-    """Why not this call, whatever the kernel of the ladder."""
-    if shape.backward:
-        return "it has no backward pass"
+def unsupported(spec: Attention, shape: Shape, rung: str | None = None) -> str | None:
+    """Why not this call, by any kernel of the ladder, or by that one."""
+    if shape.backward and rung not in (None, "tiled"):
+        return "it has no backward pass; 'tiled' has one"
+    if shape.backward and spec.wanted:
+        return "it sums up no gradients of arrays that a score reads; kernel='triton' does"
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
     if shape.dtype not in DTYPES:

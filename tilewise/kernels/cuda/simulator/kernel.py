@@ -10,10 +10,12 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.kernels import host
-from tilewise.kernels.cuda import marshal, simulator, support
+from tilewise.derivative import score_slopes
+from tilewise.expr import S
+from tilewise.kernels.cuda import marshal, simulator, structs, support
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import RUNGS, Rung
+from tilewise.kernels.cuda.rungs import D_KEYS, D_QUERY, RUNGS, Rung
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import assembled
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -35,7 +37,8 @@ class CudaSimKernel:
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         of_rung = None if self.rung is None else self.rung.unsupported(shape)
-        return host.unsupported(shape) or support.unsupported(spec, shape) or of_rung
+        named = None if self.rung is None else self.rung.name
+        return host.unsupported(shape) or support.unsupported(spec, shape, named) or of_rung
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return (self.rung or suited(shape, HOPPER)).default_tile(spec, shape)
@@ -48,7 +51,8 @@ class CudaSimKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        raise NotImplementedError("cuda-sim has no backward pass; ask unsupported() first")
+        run = partial(_backward, tile=tile, order=self.order, seed=self.seed)
+        return host.run_backward(run, spec, q, k, v, saved, d_out, d_lse)
 
 
 def _forward(
@@ -86,6 +90,50 @@ def _forward(
         params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
     )
     return Partial(out, lse)
+
+
+def _backward(
+    spec: Attention, q: Array, k: Array, v: Array, saved: Partial, d_out: Array, d_lse: Array | None, tile: Tile | None,
+    order: Order, seed: int,
+) -> Grads:  # fmt: skip
+    """By the tiled kernels: d_q first, which leaves delta to the other."""
+    dtype = "float32" if d_out.itemsize > q.itemsize else arrays.dtype_name(q)  # a wider gradient loses nothing
+    given = {"q": q, "k": k, "v": v, "out": saved.out, "d_out": d_out}
+    given = {name: arrays.narrow(arrays.widen(x, np.float32), dtype) for name, x in given.items()}
+    wide = {"lse": saved.lse, **({} if d_lse is None else {"d_lse": d_lse})}
+    given |= {name: np.ascontiguousarray(x, np.float32) for name, x in wide.items()}
+    made = {f"d_{name}": np.zeros_like(given[name], order="C") for name in ("q", "k", "v")}
+    made["delta"] = np.zeros_like(given["lse"])
+    views = {name: View.of_numpy(_walkable(x)) for name, x in {**given, **made}.items()}
+    shape = Shape.of(spec, given["q"], given["k"], given["v"])
+    for rung, by_key in ((D_QUERY, False), (D_KEYS, True)):
+        fitting = rung.fitting(tile, shape)
+        tables = marshal.sequences(spec, shape, fitting, planned=True, by_key=by_key)
+        blocks = tables.tiles * (shape.heads_k if by_key else shape.heads) * shape.batch
+        text, slots = assembled(rung, spec, shape, fitting, simulator.headers(), False, score_slopes(spec)[S])
+        loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
+        operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
+        params = marshal.params(
+            spec, shape, tables, int(tables.numbers.ctypes.data), operands, None, [View.of_numpy(x) for x in loaded],
+            text.constants,
+        )  # fmt: skip
+        full = marshal.backward(params, {name: views[name] for name in structs.BACKWARD_ARRAYS if name in views})
+        if blocks:
+            simulator.compile_source(text.text).launch(
+                full, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
+            )
+    d_q, d_k, d_v = (arrays.narrow(arrays.widen(made[f"d_{name}"], np.float32), arrays.dtype_name(x))
+                     for name, x in (("q", q), ("k", k), ("v", v)))  # fmt: skip
+    return Grads(d_q, d_k, d_v, _d_sinks(spec.sinks, given["lse"], made["delta"]), ())
+
+
+def _d_sinks(sinks: Any, lse: Array, delta: Array) -> Array | None:
+    """A sink's weight is exp(sink - lse) in each row; it has no value, so its share of d_score is -weight * delta."""
+    if sinks is None:
+        return None
+    own = arrays.as_numpy(sinks)
+    weight = np.exp(arrays.widen(own, np.float64)[:, None] - np.where(np.isneginf(lse), 0, lse).astype(np.float64))
+    return arrays.narrow(-(weight * delta).sum((0, 2)), arrays.dtype_name(own))
 
 
 def _walkable(x: Array) -> Array:

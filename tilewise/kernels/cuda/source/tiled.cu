@@ -74,18 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                 __syncthreads();  // the slice before is no longer read
                 fill<THREADS>(kv, k + slice * SLICE, params.k.row, keys_left, D - slice * SLICE, 1.0f);
                 __syncthreads();
-#pragma unroll
-                for (int c = 0; c < SLICE; c += 4) {
-                    float4 k_part[KEYS];
-#pragma unroll
-                    for (int j = 0; j < KEYS; j++) k_part[j] = kv.four(lane + j * LANES, c);
-#pragma unroll
-                    for (int i = 0; i < ROWS; i++) {
-                        const float4 q_part = q.four(group + i * GROUPS, slice * SLICE + c);
-#pragma unroll
-                        for (int j = 0; j < KEYS; j++) s[i][j] += dot(q_part, k_part[j]);
-                    }
-                }
+                multiply<GROUPS, LANES, SLICE>(s, q, slice * SLICE, kv, 0, group, lane);
             }
 
             // 3 score
@@ -141,13 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
                     for (int j = 0; j < 4; j++) v_part[j] = kv.two(key + j, 2 * lane);
 #pragma unroll
-                    for (int i = 0; i < ROWS; i++) {
-                        const float4 weights = p.four(group + i * GROUPS, key);
-                        acc[i][slice][0] += weights.x * v_part[0].x + weights.y * v_part[1].x +
-                                            weights.z * v_part[2].x + weights.w * v_part[3].x;
-                        acc[i][slice][1] += weights.x * v_part[0].y + weights.y * v_part[1].y +
-                                            weights.z * v_part[2].y + weights.w * v_part[3].y;
-                    }
+                    for (int i = 0; i < ROWS; i++) add_weighted(acc[i][slice], p.four(group + i * GROUPS, key), v_part);
                 }
             }
         }
@@ -162,11 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
         Element* out = row_of<Element>(params.out, work.b, work.h, sequence.q_begin + query);
 #pragma unroll
         for (int slice = 0; slice < V_SLICES; slice++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const int c = slice * SLICE + 2 * lane + e;
-                if (c < D_V) out[c] = narrow<Element>(acc[i][slice][e] * done.weight);
-            }
+            store_two(out, acc[i][slice], slice * SLICE + 2 * lane, D_V, done.weight);
         if (lane == 0) *row_of<float>(params.lse, work.b, work.h, sequence.q_begin + query) = done.lse;
     }
 }

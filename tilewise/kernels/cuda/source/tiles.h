@@ -31,6 +31,39 @@ template <int ROWS, int COLUMNS> struct Tile {
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w; }
 
+// s += rows @ keys.T, of a slice that begins at these columns: a thread has rows group, group + GROUPS ... and keys lane,
+// lane + LANES ...
+template <int GROUPS, int LANES, int SLICE, int ROWS, int KEYS, class RowTile, class KeyTile>
+__device__ __forceinline__ void multiply(float (&s)[ROWS][KEYS], const RowTile& rows, int row_column, const KeyTile& keys,
+                                         int key_column, int group, int lane WHERE) {
+#pragma unroll
+    for (int c = 0; c < SLICE; c += 4) {
+        float4 key_part[KEYS];
+#pragma unroll
+        for (int j = 0; j < KEYS; j++) key_part[j] = keys.four(lane + j * LANES, key_column + c HERE);
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) {
+            const float4 row_part = rows.four(group + i * GROUPS, row_column + c HERE);
+#pragma unroll
+            for (int j = 0; j < KEYS; j++) s[i][j] += dot(row_part, key_part[j]);
+        }
+    }
+}
+
+// Two columns of a sum, and what four rows with these weights add to it.
+__device__ __forceinline__ void add_weighted(float (&sum)[2], float4 weights, const float2 (&rows)[4]) {
+    sum[0] += weights.x * rows[0].x + weights.y * rows[1].x + weights.z * rows[2].x + weights.w * rows[3].x;
+    sum[1] += weights.x * rows[0].y + weights.y * rows[1].y + weights.z * rows[2].y + weights.w * rows[3].y;
+}
+
+// Two columns of a row, those there are.
+template <class Stored>
+__device__ __forceinline__ void store_two(Stored* row, const float (&values)[2], int column, int columns, float factor) {
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+        if (column + e < columns) row[column + e] = narrow<Stored>(values[e] * factor);
+}
+
 // All threads together: rows and columns of global memory times a factor, 0 where there are none.
 template <int THREADS, class Stored, int ROWS, int COLUMNS>
 __device__ __forceinline__ void fill(const Tile<ROWS, COLUMNS>& tile, const Stored* from, int64 step, int rows,
