@@ -79,8 +79,9 @@ def test_forward_on_a_gpu(name: str, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
-def test_backward_on_a_gpu(case: Case) -> None:
-    kernel = _kernel("triton", case, backward=True, device="cuda:0")
+@pytest.mark.parametrize("name", ["triton", "cuda/tiled"])
+def test_backward_on_a_gpu(name: str, case: Case) -> None:
+    kernel = _kernel(name, case, backward=True, device="cuda:0")
     for tile in (None, Tile(32, 48)) if kernel is not None else ():
         check_backward(kernel, case, tile, device="cuda:0")
 

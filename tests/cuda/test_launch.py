@@ -238,8 +238,45 @@ def test_gradients_are_recorded(fake_gpu: FakeGpu) -> None:
     assert _close(out, _want(tensors))
     with torch.no_grad():
         assert not tw.attention(*tensors).requires_grad
-    with pytest.raises(Unsupported, match="it has no backward pass"):
+    with pytest.raises(Unsupported, match="its fast kernels have no backward pass"):
         out.sum().backward()
+
+
+@KINDS
+def test_gradients_by_the_tiled_kernels(kind: dict[str, Any], fake_gpu: FakeGpu) -> None:
+    """Of heads that share keys, of rows that lie anyhow, of sinks, and of lse as well as of out."""
+    torch.manual_seed(0)
+    n, d, dtype = kind["n"], kind["d"], kind["dtype"]
+    q, k, v = (torch.randn(1, n, heads, d).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
+    sinks = torch.randn(4, requires_grad=True)
+    options = {"mask": tw.causal() & tw.window(30), "score": tw.softcap(2.0)}
+    out, lse = tw.attention(q, k, v, sinks=sinks, **options, kernel="cuda/tiled", return_lse=True)
+    d_out, d_lse = torch.randn(1, n, 4, d).to(dtype).transpose(1, 2), torch.randn(1, 4, n)
+    found = torch.autograd.grad((out, lse), (q, k, v, sinks), (d_out, d_lse))
+    plain = [x.detach().double().numpy() for x in (q, k, v, sinks, d_out, d_lse)]
+    _, pullback = tw.attention_vjp(*plain[:3], sinks=plain[3], **options)
+    want = pullback(plain[4], plain[5])
+    for x, y in zip(found, (want.q, want.k, want.v, want.sinks), strict=True):
+        off = np.abs(x.double().numpy() - y).max() / np.abs(y).max()
+        assert off < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert fake_gpu.launched[-2:] == ["tiled_d_query", "tiled_d_keys"]
+
+
+def test_a_wider_gradient_makes_all_wider(fake_gpu: FakeGpu) -> None:
+    from tilewise import dispatch, validate
+
+    q, k, v = (torch.ones(1, 1, n, 8, dtype=torch.float16) for n in (2, 1, 1))
+    call, kernel = validate.prepare(q, k, v), dispatch.kernel("cuda/tiled")
+    d_out = torch.tensor([100_000.5, -100_000.0])[:, None].expand(1, 1, 2, 8)
+    grads = kernel.backward(call.spec, q, k, v, kernel.forward(call.spec, q, k, v), d_out)
+    assert grads.v.dtype == torch.float16 and bool((grads.v == 0.5).all())
+
+
+def test_gradients_of_no_queries_and_of_no_keys(fake_gpu: FakeGpu) -> None:
+    for n_q, n_k in ((0, 5), (5, 0)):
+        q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (n_q, n_k, n_k))
+        found = torch.autograd.grad(tw.attention(q, k, v, kernel="cuda/tiled").sum(), (q, k, v))
+        assert all(bool((x == 0).all()) for x in found)
 
 
 def test_modes_see_the_operator(fake_gpu: FakeGpu) -> None:

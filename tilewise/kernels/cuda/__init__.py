@@ -40,7 +40,10 @@ class CudaKernel:
             return f"it needs compute capability {OLDEST[0]}.{OLDEST[1]}, and {shape.device} has {capability}"
         if self.rung is not None and self.rung.persistent and capability != HOPPER:
             return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, and {shape.device} has {capability}"
-        return support.unsupported(spec, shape) or (None if self.rung is None else self.rung.unsupported(shape))
+        if shape.backward and self.rung is None:
+            return "its fast kernels have no backward pass, which kernel='triton' has; 'cuda/tiled' has a slow one"
+        named = None if self.rung is None else self.rung.name
+        return support.unsupported(spec, shape, named) or (None if self.rung is None else self.rung.unsupported(shape))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         rung = self.rung or suited(shape, sys.modules["torch"].cuda.get_device_capability(shape.device))
@@ -52,7 +55,7 @@ class CudaKernel:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         prepared = self.prepared(spec, q, k, v, tile)
         if prepared is not None:
-            loaded = [_on_device(slot.array, slot.constant, q.device) for slot in spec.loaded]
+            loaded = loaded_on(spec, q.device)
             sinks = [] if spec.sinks is None else [spec.sinks]
             prepared.launch([x.data_ptr() for x in (q, k, v, out, lse, *loaded, *sinks)])
         return Partial(out, lse)
@@ -68,7 +71,7 @@ class CudaKernel:
         batch, heads, n, _ = q.shape
         views = {name: View.of_torch(x) for name, x in {"q": q, "k": k, "v": v}.items()}
         views |= {"out": View(0, *arrays.stored_as(q, v)), "lse": View(0, (batch, heads, n), (heads * n, n, 1))}
-        loaded = [View.of_torch(_on_device(slot.array, slot.constant, q.device)) for slot in spec.loaded]
+        loaded = [View.of_torch(x) for x in loaded_on(spec, q.device)]
         sinks = None if spec.sinks is None else View.of_torch(spec.sinks)
         device = q.get_device()
         with gpu.as_current(device):
@@ -78,7 +81,11 @@ class CudaKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        raise NotImplementedError("cuda has no backward pass; ask unsupported() first")
+        from tilewise.kernels.cuda import gpu
+        from tilewise.kernels.cuda.backward import backward
+
+        with gpu.as_current(q.get_device()):
+            return backward(spec, q, k, v, saved, d_out, d_lse, tile)
 
 
 @cache
@@ -104,10 +111,11 @@ def _no_gpu() -> str | None:
     return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
 
 
-def _on_device(array: Any, is_constant: bool, device: Any) -> Any:
-    """A loaded array; one that a variant made itself comes along once."""
-    if not is_constant or arrays.is_torch(array):
-        return array
+def loaded_on(spec: Attention, device: Any) -> list[Any]:
+    """The arrays that a variant reads; those that it made itself come along once."""
     from tilewise.pytorch.constants import constant_on
 
-    return constant_on(array, device)
+    return [
+        constant_on(slot.array, device) if slot.constant and not arrays.is_torch(slot.array) else slot.array
+        for slot in spec.loaded
+    ]

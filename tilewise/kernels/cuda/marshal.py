@@ -66,7 +66,7 @@ class Tables:
 
 
 def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
-    return _records(spec, shape, tile) if rung.persistent else sequences(spec, shape, tile, rung.planned)
+    return _records(spec, shape, tile) if rung.persistent else _sequences(spec, shape, tile, rung.planned, rung.by_key)
 
 
 def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[
     )  # fmt: skip
 
 
-def sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key: bool = False) -> Tables:
+def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key: bool) -> Tables:
     """A table of sequences, and of the runs of their query tiles, or key tiles, if the kernel follows a plan."""
     rows: list[tuple[int, ...]] = []
     offsets: list[Array] = []
@@ -178,9 +178,9 @@ def _steps(table: Array) -> tuple[int, int]:
     return (heads * rows if batch > 1 else 0), (rows if heads > 1 else 0)
 
 
-def blocks(shape: Shape, made: Tables) -> int:
-    """One for each query tile of each head."""
-    return made.tiles * shape.heads * shape.batch
+def blocks(shape: Shape, made: Tables, by_key: bool = False) -> int:
+    """One for each query tile of each head, or key tile of each key head."""
+    return made.tiles * (shape.heads_k if by_key else shape.heads) * shape.batch
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ held in registers for each row: a comparison with a constant for each score, whi
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from dataclasses import dataclass, field, replace
 from enum import IntFlag
+from functools import partial
 from typing import Any
 
 import numpy as np

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tilewise.derivative import score_slopes
+from tilewise.expr import S
 from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
-from tilewise.kernels.cuda.rungs import REFINE, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
 from tilewise.spec import Attention, Shape, Tile
@@ -144,6 +146,33 @@ def prepare(
     mapped = [0, 1, 2] if source.table is None else [0, 1, 2, len(_OPERANDS) + order.index(source.table.slot)]
     places = _places(params, order, sinks is not None)
     return Prepared(device, source, blocks, params, places, numbers, refining, mapped)
+
+
+def prepare_backward(
+    spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int, tile: Tile | None = None
+) -> list[Prepared]:
+    """The kernels of a backward pass, one after the other; views: as in `prepare`, and structs.BACKWARD_ARRAYS.
+
+    The addresses of a launch are those of q, k, v, out, lse, the loaded arrays, and structs.BACKWARD_ARRAYS.
+    """
+    gpu.ensure_context(device)
+    made = []
+    for rung in BACKWARD:
+        fitting = rung.fitting(tile or rung.default_tile(spec, shape), shape)
+        tables, numbers = launcher.tables_on(device, spec, shape, fitting, rung)
+        blocks = marshal.blocks(shape, tables, rung.by_key)
+        if blocks == 0:
+            continue
+        source, slots = assembled(rung, spec, shape, fitting, slope=score_slopes(spec)[S])
+        place = {id(slot.array): i for i, slot in enumerate(slots)}
+        order = [place[id(slot.array)] for slot in spec.loaded]
+        in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
+        operands = {name: views[name] for name in _OPERANDS}
+        call = marshal.params(spec, shape, tables, numbers.data_ptr(), operands, None, in_order, source.constants)
+        full = marshal.backward(call, {name: views[name] for name in structs.BACKWARD_ARRAYS})
+        further = [getattr(type(full), name).offset // _WORD for name in structs.BACKWARD_ARRAYS]
+        made.append(Prepared(device, source, blocks, full, [*_places(full, order, False), *further], numbers))
+    return made
 
 
 def _refining(

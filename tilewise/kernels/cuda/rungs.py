@@ -34,6 +34,7 @@ class Rung(Compiled, Protocol):
     """A kernel of the ladder, and how it divides the work."""
 
     planned: bool  # whether it visits the tiles of a plan, or simply all keys
+    by_key: bool  # whether a block has keys and visits queries
     persistent: bool  # whether its blocks take one query tile after the other, with tiles that TMA loads
 
     def unsupported(self, shape: Shape) -> str | None:
@@ -46,7 +47,7 @@ class Rung(Compiled, Protocol):
 
 
 class Naive:
-    name, folder, planned, persistent = "naive", SOURCES, False, False
+    name, folder, planned, by_key, persistent = "naive", SOURCES, False, False, False
 
     def unsupported(self, shape: Shape) -> str | None:
         return None
@@ -70,7 +71,7 @@ class Naive:
 class Tiled:
     """Tiles are smaller where heads are large: q lies in shared memory whole, acc in registers."""
 
-    name, folder, planned, persistent = "tiled", SOURCES, True, False
+    name, folder, planned, by_key, persistent = "tiled", SOURCES, True, False, False
     SLICE = 32
     MOST_KEYS = 128
 
@@ -100,21 +101,36 @@ class Tiled:
         return {}
 
 
-class TiledDQuery:
-    """The tiled kernel's backward pass, for queries: d_out lies in shared memory beside q."""
+class _TiledBackward:
+    """What the kernels of the tiled backward pass have in common. Together they serve what `tiled` does."""
 
-    name, folder = "tiled_d_query", SOURCES
+    folder, planned, persistent = SOURCES, True, False
     SLICE = Tiled.SLICE
 
-    def default_tile(self, shape: Shape) -> Tile:
-        return RUNGS["tiled"].default_tile(_PLAIN, shape)
+    def unsupported(self, shape: Shape) -> str | None:
+        return None
 
-    def fitting(self, tile: Tile | None, shape: Shape) -> Tile:
-        most = self.default_tile(shape)
-        return most if tile is None else Tile(min(tile.q, most.q), min(tile.k, most.k))
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        raise NotImplementedError
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
+        most = self.default_tile(_PLAIN, shape)
+        return Tile(min(tile.q, most.q), min(tile.k, most.k))
 
     def threads(self, tile: Tile) -> int:
         return 128
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {}
+
+
+class TiledDQuery(_TiledBackward):
+    """For queries: d_out lies in shared memory beside q."""
+
+    name, by_key = "tiled_d_query", False
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return RUNGS["tiled"].default_tile(spec, shape)
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         rows, keys = _up(tile.q, 8), _up(tile.k, 16)
@@ -122,26 +138,14 @@ class TiledDQuery:
         numbers += max(rows, keys) * (self.SLICE + 4) + rows * (keys + 4)
         return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
 
-    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        return {}
 
+class TiledDKeys(_TiledBackward):
+    """For keys and values, both of which lie in shared memory whole: their tile is smaller where heads are large."""
 
-class TiledDKeys:
-    """The same for keys and values, whose tile is smaller where heads are large: k and v lie in shared memory whole."""
+    name, by_key = "tiled_d_keys", True
 
-    name, folder = "tiled_d_keys", SOURCES
-    SLICE = Tiled.SLICE
-
-    def default_tile(self, shape: Shape) -> Tile:
-        tile = RUNGS["tiled"].default_tile(_PLAIN, shape)
-        return Tile(32, tile.q)
-
-    def fitting(self, tile: Tile | None, shape: Shape) -> Tile:
-        most = self.default_tile(shape)
-        return most if tile is None else Tile(min(tile.q, most.q), min(tile.k, most.k))
-
-    def threads(self, tile: Tile) -> int:
-        return 128
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return Tile(32, RUNGS["tiled"].default_tile(spec, shape).q)
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         rows, keys = _up(tile.q, 8), _up(tile.k, 16)
@@ -149,14 +153,11 @@ class TiledDKeys:
         numbers += rows * (self.SLICE + 4) + keys * (rows + 4)
         return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
 
-    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        return {}
-
 
 class ForwardSm90:
     """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
 
-    name, folder, planned, persistent = "forward_sm90", SOURCES, True, True
+    name, folder, planned, by_key, persistent = "forward_sm90", SOURCES, True, False, True
     DTYPES = ("float16", "bfloat16")
     MOST_D = 256
     SHARED = 227 << 10  # of a block
@@ -255,4 +256,4 @@ def _up(n: int, multiple: int) -> int:
 
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
 REFINE = Refine()
-D_QUERY, D_KEYS = TiledDQuery(), TiledDKeys()
+BACKWARD: tuple[Rung, ...] = (TiledDQuery(), TiledDKeys())  # one after the other

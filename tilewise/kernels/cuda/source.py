@@ -37,7 +37,12 @@ class Source:
 
 
 def assembled(
-    rung: Compiled, spec: Attention, shape: Shape, tile: Tile, headers: Headers | None = None, tables: bool = True,
+    rung: Compiled,
+    spec: Attention,
+    shape: Shape,
+    tile: Tile,
+    headers: Headers | None = None,
+    tables: bool = True,
     slope: Expr | None = None,
 ) -> tuple[Source, list[Loaded]]:
     """The source of a call, made once for all calls of its kind; and the arrays it loads, in their order.

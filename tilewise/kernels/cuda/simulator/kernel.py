@@ -9,13 +9,13 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.kernels import host
 from tilewise.derivative import score_slopes
 from tilewise.expr import S
+from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, structs, support
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import D_KEYS, D_QUERY, RUNGS, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, RUNGS, Rung
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import assembled
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -106,10 +106,12 @@ def _backward(
     made["delta"] = np.zeros_like(given["lse"])
     views = {name: View.of_numpy(_walkable(x)) for name, x in {**given, **made}.items()}
     shape = Shape.of(spec, given["q"], given["k"], given["v"])
-    for rung, by_key in ((D_QUERY, False), (D_KEYS, True)):
-        fitting = rung.fitting(tile, shape)
-        tables = marshal.sequences(spec, shape, fitting, planned=True, by_key=by_key)
-        blocks = tables.tiles * (shape.heads_k if by_key else shape.heads) * shape.batch
+    for rung in BACKWARD:
+        fitting = rung.fitting(tile or rung.default_tile(spec, shape), shape)
+        tables = marshal.tables(spec, shape, fitting, rung)
+        blocks = marshal.blocks(shape, tables, rung.by_key)
+        if blocks == 0:
+            continue
         text, slots = assembled(rung, spec, shape, fitting, simulator.headers(), False, score_slopes(spec)[S])
         loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
         operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
@@ -118,10 +120,9 @@ def _backward(
             text.constants,
         )  # fmt: skip
         full = marshal.backward(params, {name: views[name] for name in structs.BACKWARD_ARRAYS if name in views})
-        if blocks:
-            simulator.compile_source(text.text).launch(
-                full, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
-            )
+        simulator.compile_source(text.text).launch(
+            full, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
+        )
     d_q, d_k, d_v = (arrays.narrow(arrays.widen(made[f"d_{name}"], np.float32), arrays.dtype_name(x))
                      for name, x in (("q", q), ("k", k), ("v", v)))  # fmt: skip
     return Grads(d_q, d_k, d_v, _d_sinks(spec.sinks, given["lse"], made["delta"]), ())
