@@ -11,7 +11,7 @@ import pytest
 from tests.cuda import pipelines
 from tests.cuda.test_ops import needs_compiler
 from tilewise.cases import Case
-from tilewise.contract import ContractError, check_forward
+from tilewise.contract import ContractError, check_backward, check_forward
 from tilewise.kernels.cuda import simulator, source
 from tilewise.kernels.cuda.simulator import Order, SimulationError
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
@@ -147,13 +147,12 @@ def test_a_mistake_in_a_pipeline_is_caught(mistake: str) -> None:
 # In tiled.cu, or a header of it: what is replaced, by what, and what must be told.
 TILED_MISTAKES: dict[str, tuple[str, str, str]] = {
     "k read before all have loaded it": (
-        "__syncthreads();\n#pragma unroll\n                for (int c", "#pragma unroll\n                for (int c",
-        r"tiled.cu:\d+: race: it (reads|overwrites) what",
+        "__syncthreads();\n                multiply<", "multiply<", r"tiled.cu:\d+: race: it (reads|overwrites) what",
     ),
     "k overwritten while others read it": (
         "__syncthreads();  // the slice before is no longer read", "", "race: it overwrites what another thread read",
     ),
-    "a row too many": ("q.four(group + i * GROUPS,", "q.four(group + 1 + i * GROUPS,", "outside the tile"),
+    "a row too many": ("kv, 0, group, lane)", "kv, 0, group + 1, lane)", "outside the tile"),
     "a vector not aligned": (
         "kv.two(key + j, 2 * lane)", "kv.two(key + j, 2 * lane + (lane < 15))", "not aligned to 8 bytes",
     ),
@@ -181,18 +180,64 @@ TILED_MISTAKES: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", TILED_MISTAKES)
-def test_a_mistake_in_tiled_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    old, new, expected = TILED_MISTAKES[mistake]
+# The same in the files of its backward pass.
+BACKWARD_MISTAKES: dict[str, tuple[str, str, str, str]] = {
+    "out read before all have loaded it": (
+        "tiled_d_query.cu", "__syncthreads();\n#pragma unroll\n        for (int c",
+        "#pragma unroll\n        for (int c", r"race: it (reads|overwrites) what",
+    ),
+    "p overwritten while others read it": (
+        "tiled_d_keys.cu", "__syncthreads();  // p is no longer read", "", "race: it overwrites what another thread",
+    ),
+    "weights beyond their room": (
+        "tiled_d_keys.cu", "weights(memory + KTile::BYTES", "weights(memory + 2 * KTile::BYTES",
+        "outside shared memory",
+    ),
+    "a key too many": (
+        "tiled_d_keys.cu", "slice_of, 0, v, slice * SLICE, group, lane)",
+        "slice_of, 0, v, slice * SLICE, group, lane + 1)", "outside the tile",
+    ),
+    "not the tile's first query": (
+        "tiled_d_keys.cu", "first_query = tile * TILE_Q", "first_query = tile * TILE_Q + 1", WRONG,
+    ),
+    "one head of those that share keys": (
+        "tiled_d_keys.cu", "h < (work.hk + 1) * params.group", "h < work.hk * params.group + 1", WRONG,
+    ),
+    "no gradient of lse": ("tiled_d_query.cu", "if (backward.d_lse.data)", "if (false)", WRONG),
+}  # fmt: skip
+
+
+def _with_mistake(monkeypatch: pytest.MonkeyPatch, file: str, old: str, new: str) -> None:
     read = source._read
 
     def with_mistake(folder: Path, name: str) -> str:
         text = read(folder, name)
-        assert name != "tiled.cu" or text.count(old) == 1, f"tiled.cu no longer has: {old}"
-        return text.replace(old, new) if name == "tiled.cu" else text
+        assert name != file or text.count(old) == 1, f"{file} no longer has: {old}"
+        return text.replace(old, new) if name == file else text
 
     monkeypatch.setattr(source, "_read", with_mistake)
     monkeypatch.setattr(source, "_sources", Kept(512))
+
+
+@pytest.mark.parametrize("mistake", BACKWARD_MISTAKES)
+def test_a_mistake_in_the_backward_pass_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, old, new, expected = BACKWARD_MISTAKES[mistake]
+    _with_mistake(monkeypatch, file, old, new)
+    told = set()
+    for order in Order:
+        try:
+            check_backward(CudaSimKernel("tiled", order), Case("causal", "grouped"))
+        except SimulationError as report:
+            told.add(str(report))
+        except ContractError:
+            told.add(WRONG)
+    assert any(re.search(expected, text) for text in told), told
+
+
+@pytest.mark.parametrize("mistake", TILED_MISTAKES)
+def test_a_mistake_in_tiled_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, expected = TILED_MISTAKES[mistake]
+    _with_mistake(monkeypatch, "tiled.cu", old, new)
     told = set()
     for order in Order:
         try:

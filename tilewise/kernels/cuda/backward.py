@@ -10,6 +10,7 @@ from tilewise.kernels.cuda import loaded_on
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.prepared import prepare_backward
 from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
+from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
@@ -32,17 +33,10 @@ def backward(
         first, last = ([0 if every[name] is None else every[name].data_ptr() for name in part] for part in names)
         kernel.launch([*first, *(x.data_ptr() for x in loaded), *last])
     d_q, d_k, d_v = (made[f"d_{name}"].to(kind) for name, kind in zip("qkv", types, strict=True))
-    return Grads(d_q, d_k, d_v, _d_sinks(spec.sinks, given["lse"], every["delta"]), ())
+    of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], every["delta"])
+    return Grads(d_q, d_k, d_v, of_sinks, ())
 
 
 def _rows(x: Any) -> Any:
     """Numbers of a row side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _d_sinks(sinks: Any, lse: Any, delta: Any) -> Any:
-    """A sink's weight is exp(sink - lse) in each row; it has no value, so its share of d_score is -weight * delta."""
-    if sinks is None:
-        return None
-    weight = torch.exp(sinks.double()[:, None] - torch.where(lse == -torch.inf, torch.zeros_like(lse), lse))
-    return -(weight * delta).sum(dim=(0, 2)).to(sinks.dtype)

@@ -28,6 +28,7 @@ from tilewise.kernels.triton.source import basic as basic_kernel
 from tilewise.kernels.triton.source import forward as forward_kernels
 from tilewise.kernels.triton.tuning import Pass, chosen
 from tilewise.kernels.triton.turning import turning, turns_before
+from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
@@ -97,13 +98,5 @@ def backward(
             **maps(spec, choice.tile.q, q=q, d_out=d_out), **maps(spec, choice.tile.q, shift=shift, delta=delta),
             **told, **sizes(shape, choice.tile), **choice.options,
         )  # fmt: skip
-    d_sinks = None if spec.sinks is None else _d_sinks(spec.sinks, saved.lse, delta)
-    return Grads(d_q, d_k, d_v, d_sinks, of_arrays(spec, shape, tile, given, turned))
-
-
-def _d_sinks(sinks: Any, lse: Any, delta: Any) -> Any:
-    """A sink's weight is exp(sink - lse) in each row; it has no value, so its share of d_score is -weight * delta."""
-    wide = tensor(sinks, lse.device).double()
-    shift = torch.where(lse == -torch.inf, torch.zeros_like(lse), lse)
-    weight = torch.exp(wide[:, None] - shift)
-    return -(weight * delta).sum(dim=(0, 2)).to(tensor(sinks, lse.device).dtype)
+    of_sinks = None if spec.sinks is None else d_sinks(tensor(spec.sinks, q.device), saved.lse, delta)
+    return Grads(d_q, d_k, d_v, of_sinks, of_arrays(spec, shape, tile, given, turned))

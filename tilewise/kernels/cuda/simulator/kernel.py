@@ -18,6 +18,7 @@ from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import BACKWARD, RUNGS, Rung
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import assembled
+from tilewise.softmax import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 MULTIPROCESSORS = 2  # of the simulated GPU: enough for persistent blocks to share the work
@@ -99,12 +100,13 @@ def _backward(
     """By the tiled kernels: d_q first, which leaves delta to the other."""
     dtype = "float32" if d_out.itemsize > q.itemsize else arrays.dtype_name(q)  # a wider gradient loses nothing
     given = {"q": q, "k": k, "v": v, "out": saved.out, "d_out": d_out}
-    given = {name: arrays.narrow(arrays.widen(x, np.float32), dtype) for name, x in given.items()}
+    given = {name: _rows(arrays.narrow(arrays.widen(x, np.float32), dtype)) for name, x in given.items()}
     wide = {"lse": saved.lse, **({} if d_lse is None else {"d_lse": d_lse})}
     given |= {name: np.ascontiguousarray(x, np.float32) for name, x in wide.items()}
     made = {f"d_{name}": np.zeros_like(given[name], order="C") for name in ("q", "k", "v")}
     made["delta"] = np.zeros_like(given["lse"])
-    views = {name: View.of_numpy(_walkable(x)) for name, x in {**given, **made}.items()}
+    kept = {name: _walkable(x) for name, x in {**given, **made}.items()}
+    views = {name: View.of_numpy(x) for name, x in kept.items()}
     shape = Shape.of(spec, given["q"], given["k"], given["v"])
     for rung in BACKWARD:
         fitting = rung.fitting(tile or rung.default_tile(spec, shape), shape)
@@ -125,16 +127,13 @@ def _backward(
         )
     d_q, d_k, d_v = (arrays.narrow(arrays.widen(made[f"d_{name}"], np.float32), arrays.dtype_name(x))
                      for name, x in (("q", q), ("k", k), ("v", v)))  # fmt: skip
-    return Grads(d_q, d_k, d_v, _d_sinks(spec.sinks, given["lse"], made["delta"]), ())
+    of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], made["delta"])
+    return Grads(d_q, d_k, d_v, of_sinks, ())
 
 
-def _d_sinks(sinks: Any, lse: Array, delta: Array) -> Array | None:
-    """A sink's weight is exp(sink - lse) in each row; it has no value, so its share of d_score is -weight * delta."""
-    if sinks is None:
-        return None
-    own = arrays.as_numpy(sinks)
-    weight = np.exp(arrays.widen(own, np.float64)[:, None] - np.where(np.isneginf(lse), 0, lse).astype(np.float64))
-    return arrays.narrow(-(weight * delta).sum((0, 2)), arrays.dtype_name(own))
+def _rows(x: Array) -> Array:
+    """Numbers of a row side by side."""
+    return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
 
 
 def _walkable(x: Array) -> Array:

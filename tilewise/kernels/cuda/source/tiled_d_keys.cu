@@ -125,7 +125,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                     __syncthreads();
                     add_rows(d_k[slice], weights, slice_of, group, lane);
                 }
-                __syncthreads();  // d_s is no longer read
             }
         }
     }
