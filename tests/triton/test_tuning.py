@@ -69,6 +69,13 @@ def test_a_variants_cells_take_stages_and_not_the_place_of_other_programs() -> N
     assert limit // fitting.shared_bytes(wanted, BIAS, SHAPE, HELD) < plain
 
 
+def test_queries_in_a_single_stage_lie_there_both_ways() -> None:
+    held, (one, two) = fitting.Held("k", both=True, loops=1), (Choice(Tile(32, 64), 4, stages) for stages in (1, 2))
+    first, second = (fitting.shared_bytes(choice, Attention(1.0), SHAPE, held) for choice in (one, two))
+    tile = 32 * 64 * 2  # bytes of q, or of d_out
+    assert first == 2 * 2 * tile * 64 // 32 // 2 + 3 * tile and second - first == tile
+
+
 def test_angles_take_room_where_they_are_loaded_ahead() -> None:
     turned = Attention(1.0, rope=tw.Rope())
     for stages, more in ((1, 0), (3, 3 * 64 * 64 * 4)):

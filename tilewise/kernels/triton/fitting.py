@@ -81,6 +81,8 @@ def _shared_bytes(choice: Choice, sizes: Sizes, held: Held) -> int:
     both = (sizes.d + sizes.d_v) * width
     stage = passes * (both + (sizes.angles if choice.stages > 1 else 0)) + tile.q * tile.k * sizes.cells
     moved = tile.q * tile.k * width if width == 4 else 0
+    if held.by == "k" and choice.stages == 1:  # q, multiplied both ways, lies there both ways
+        stage += passes * sizes.d * width
     stages = held.loops * choice.stages if choice.stages > 1 else 1  # a single one is no loop's own
     return stays * (both if held.both else sizes.d * width) + stages * stage + moved
 
