@@ -31,7 +31,8 @@ def fused_qkv_projection(
     x: (batch, n, features).  w_qkv: (features, columns), whose columns are all heads of q, then of k, then of v, d
     numbers each; a torch.nn.Linear's is its weight.T.  b_qkv: (columns,).  heads_k: of k and v, heads unless given.
     kernel: "triton", one kernel from x to q, k and v, on GPUs; "matmul", the library's product, then the embedding,
-    anywhere; "auto" takes the first on a GPU where Triton is there. Tensors have gradients of x, w_qkv and b_qkv.
+    anywhere; "auto" takes the first for half precision, on a GPU where Triton is there. Tensors have gradients of x,
+    w_qkv and b_qkv.
     """
     heads_k = heads if heads_k is None else heads_k
     d = _head_dim(x, w_qkv, b_qkv, heads, heads_k, d)
@@ -101,9 +102,7 @@ def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
 def _chosen(kernel: Any, x: Any) -> str:
     if kernel not in _KERNELS:
         raise ValueError(f"kernel: expected one of {', '.join(_KERNELS)}, got {kernel!r}")
-    if kernel == "matmul" or (kernel == "auto" and arrays.device_name(x) == "cpu"):
-        return "matmul"
-    if kernel == "auto" and _is_followed(x):
+    if kernel == "matmul" or (kernel == "auto" and not _is_for_tensor_cores(x)):
         return "matmul"
     reason = _not_triton(x)
     if reason is not None and kernel == "triton":
@@ -111,12 +110,13 @@ def _chosen(kernel: Any, x: Any) -> str:
     return "triton" if reason is None else "matmul"
 
 
-def _is_followed(x: Any) -> bool:
-    if not arrays.is_torch(x):
+def _is_for_tensor_cores(x: Any) -> bool:
+    """Half precision on a GPU, unless torch.func looks on, which needs PyTorch's own operations."""
+    if not arrays.is_torch(x) or arrays.device_name(x) == "cpu" or arrays.dtype_name(x) not in ("float16", "bfloat16"):
         return False
     from tilewise.pytorch.turning import is_followed
 
-    return is_followed()
+    return not is_followed()
 
 
 def _not_triton(x: Any) -> str | None:
