@@ -44,14 +44,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     const int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const variant::Head head = variant::head(params, work);
     variant::Row rows[ROWS];
-    float row_max[ROWS], row_sum[ROWS], acc[ROWS][V_SLICES][2];
+    float row_max[ROWS], row_sum[ROWS], acc[V_SLICES][ROWS][2];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         rows[i] = variant::row(params, head, work.first_query + group + i * GROUPS);
         row_max[i] = -INFINITY;
         row_sum[i] = 0;
 #pragma unroll
-        for (int slice = 0; slice < V_SLICES; slice++) acc[i][slice][0] = acc[i][slice][1] = 0;
+        for (int slice = 0; slice < V_SLICES; slice++) acc[slice][i][0] = acc[slice][i][1] = 0;
     }
 
     // 1 load q
@@ -113,8 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                 }
 #pragma unroll
                 for (int slice = 0; slice < V_SLICES; slice++) {
-                    acc[i][slice][0] *= rescale;
-                    acc[i][slice][1] *= rescale;
+                    acc[slice][i][0] *= rescale;
+                    acc[slice][i][1] *= rescale;
                 }
             }
 
@@ -124,14 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                 __syncthreads();
                 fill<THREADS>(kv, v + slice * SLICE, params.v.row, keys_left, D_V - slice * SLICE, 1.0f);
                 __syncthreads();
-#pragma unroll 2
-                for (int key = 0; key < KEYS * LANES; key += 4) {
-                    float2 v_part[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) v_part[j] = kv.two(key + j, 2 * lane);
-#pragma unroll
-                    for (int i = 0; i < ROWS; i++) add_weighted(acc[i][slice], p.four(group + i * GROUPS, key), v_part);
-                }
+                add_weighted<GROUPS, KEYS * LANES>(acc[slice], p, kv, group, lane);
             }
         }
     }
@@ -145,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
         Element* out = row_of<Element>(params.out, work.b, work.h, sequence.q_begin + query);
 #pragma unroll
         for (int slice = 0; slice < V_SLICES; slice++)
-            store_two(out, acc[i][slice], slice * SLICE + 2 * lane, D_V, done.weight);
+            store_two(out, acc[slice][i], slice * SLICE + 2 * lane, D_V, done.weight);
         if (lane == 0) *row_of<float>(params.lse, work.b, work.h, sequence.q_begin + query) = done.lse;
     }
 }

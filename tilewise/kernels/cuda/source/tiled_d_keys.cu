@@ -23,18 +23,6 @@ typedef Tile<ROWS * GROUPS, SLICE> Slice;  // of q or d_out
 typedef Tile<KEYS * LANES, ROWS * GROUPS> PTile;  // of p or d_s, keys down
 static_assert(KTile::BYTES + VTile::BYTES + Slice::BYTES + PTile::BYTES == SHARED_BYTES, "what the host asks for is what is used");
 
-// sums += weights @ slice, of the rows of a tile of queries.
-__device__ __forceinline__ void add_rows(float (&sums)[SUMS][2], const PTile& weights, const Slice& slice, int group, int lane) {
-#pragma unroll 2
-    for (int row = 0; row < ROWS * GROUPS; row += 4) {
-        float2 part[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) part[j] = slice.two(row + j, 2 * lane);
-#pragma unroll
-        for (int i = 0; i < SUMS; i++) add_weighted(sums[i], weights.four(group + i * GROUPS, row), part);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_constant__ Backward backward) {
     SHARED_MEMORY(memory);
     const KTile k(memory);
@@ -111,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                     __syncthreads();
                     fill<THREADS>(slice_of, d_out + slice * SLICE, backward.d_out.row, rows_left, D_V - slice * SLICE, 1.0f);
                     __syncthreads();
-                    add_rows(d_v[slice], weights, slice_of, group, lane);
+                    add_weighted<GROUPS, ROWS * GROUPS>(d_v[slice], weights, slice_of, group, lane);
                 }
                 __syncthreads();  // p is no longer read
 #pragma unroll
@@ -123,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                     __syncthreads();
                     fill<THREADS>(slice_of, q + slice * SLICE, params.q.row, rows_left, D - slice * SLICE, 1.0f);
                     __syncthreads();
-                    add_rows(d_k[slice], weights, slice_of, group, lane);
+                    add_weighted<GROUPS, ROWS * GROUPS>(d_k[slice], weights, slice_of, group, lane);
                 }
             }
         }

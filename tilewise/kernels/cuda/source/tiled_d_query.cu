@@ -37,13 +37,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     const variant::Head head = variant::head(params, work);
     variant::Row rows[ROWS];
     Saved saved[ROWS];
-    float acc[ROWS][Q_SLICES][2];
+    float acc[Q_SLICES][ROWS][2];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
         rows[i] = variant::row(params, head, work.first_query + group + i * GROUPS);
         saved[i] = {0, 0};
 #pragma unroll
-        for (int slice = 0; slice < Q_SLICES; slice++) acc[i][slice][0] = acc[i][slice][1] = 0;
+        for (int slice = 0; slice < Q_SLICES; slice++) acc[slice][i][0] = acc[slice][i][1] = 0;
     }
 
     // 1 load q, d_out, lse; delta, summed as d_out v^T will be: where a row has one key, their errors are the same
@@ -121,14 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                 __syncthreads();
                 fill<THREADS>(slice_of, k + slice * SLICE, params.k.row, keys_left, D - slice * SLICE, 1.0f);
                 __syncthreads();
-#pragma unroll 2
-                for (int key = 0; key < KEYS * LANES; key += 4) {
-                    float2 k_part[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) k_part[j] = slice_of.two(key + j, 2 * lane);
-#pragma unroll
-                    for (int i = 0; i < ROWS; i++) add_weighted(acc[i][slice], d_s.four(group + i * GROUPS, key), k_part);
-                }
+                add_weighted<GROUPS, KEYS * LANES>(acc[slice], d_s, slice_of, group, lane);
             }
         }
     }
@@ -140,6 +133,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
         if (row >= TILE_Q || row >= rows_left) continue;
         Element* d_q = row_of<Element>(backward.d_q, work.b, work.h, first_row + row);
 #pragma unroll
-        for (int slice = 0; slice < Q_SLICES; slice++) store_two(d_q, acc[i][slice], slice * SLICE + 2 * lane, D, params.scale);
+        for (int slice = 0; slice < Q_SLICES; slice++) store_two(d_q, acc[slice][i], slice * SLICE + 2 * lane, D, params.scale);
     }
 }

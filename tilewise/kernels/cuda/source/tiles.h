@@ -50,10 +50,22 @@ __device__ __forceinline__ void multiply(float (&s)[ROWS][KEYS], const RowTile& 
     }
 }
 
-// Two columns of a sum, and what four rows with these weights add to it.
-__device__ __forceinline__ void add_weighted(float (&sum)[2], float4 weights, const float2 (&rows)[4]) {
-    sum[0] += weights.x * rows[0].x + weights.y * rows[1].x + weights.z * rows[2].x + weights.w * rows[3].x;
-    sum[1] += weights.x * rows[0].y + weights.y * rows[1].y + weights.z * rows[2].y + weights.w * rows[3].y;
+// sums += weights @ rows, of a slice: a thread has sums group, group + GROUPS ... and of each two columns.
+template <int GROUPS, int COUNT, int SUMS, class WeightTile, class RowTile>
+__device__ __forceinline__ void add_weighted(float (&sums)[SUMS][2], const WeightTile& weights, const RowTile& rows, int group,
+                                             int lane WHERE) {
+#pragma unroll 2
+    for (int row = 0; row < COUNT; row += 4) {
+        float2 x[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) x[j] = rows.two(row + j, 2 * lane HERE);
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) {
+            const float4 w = weights.four(group + i * GROUPS, row HERE);
+            sums[i][0] += w.x * x[0].x + w.y * x[1].x + w.z * x[2].x + w.w * x[3].x;
+            sums[i][1] += w.x * x[0].y + w.y * x[1].y + w.z * x[2].y + w.w * x[3].y;
+        }
+    }
 }
 
 // Two columns of a row, those there are.
