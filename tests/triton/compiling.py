@@ -47,7 +47,7 @@ def _type(x: Any) -> Any:
 
 def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
     """In place of a launch."""
-    options = {name: named.pop(name) for name in ("num_warps", "num_stages") if name in named}
+    options = {name: named.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in named}
     given = dict(zip(self.arg_names, args, strict=False)) | named
     constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
     for i, name in enumerate(self.arg_names):
@@ -130,6 +130,7 @@ def main() -> None:
     ):  # fmt: skip
         _decode(Attention(0.1, causal & tw.window(512), tw.softcap(30.0) >> tw.alibi(8), sinks), dtype, d, page_size)
     _decode(Attention(0.1), torch.bfloat16, 512, 64)
+    launch_decode.starts_early = lambda device: True
     _decode(Attention(0.1), torch.bfloat16, 128, None, tw.Rope())
     _decode(Attention(0.1), torch.float16, 80, 16, tw.Rope(24, interleaved=True))
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")

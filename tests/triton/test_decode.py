@@ -231,14 +231,6 @@ def test_splits_fill_the_gpu(room: int) -> None:
     assert tuning.splits_of(1, 10**6, room) <= room
 
 
-def test_more_programs_run_at_a_time_if_each_takes_less_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "processors", lambda device: 132)
-    shape = Shape(1, 4, 1, 1, 4096, 128, 128, "float16")
-    found = [
-        tuning.at_a_time(tuning.Choice(Tile(16, keys), 4, 3), Attention(1.0), shape, None) for keys in (128, 64, 32, 16)
-    ]
-    assert found == [132, 396, 396, 396]  # and no more than registers allow
-
 
 @needs_triton
 def test_rows_fit_their_tile() -> None:

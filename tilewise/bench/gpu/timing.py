@@ -18,8 +18,8 @@ class Settings:
     """Seconds, but for rounds and calls."""
 
     rounds: int = 5
-    warm: float = 0.01  # untimed work before a turn: clocks and power settle on this contestant
-    timed: float = 0.02
+    warm: float = 0.05  # untimed work before a turn: clocks and power settle on this contestant
+    timed: float = 0.03
     chunk: float = 0.004  # that calls between two events take in all
     most_calls: int = 20
     host_calls: int = 200
@@ -50,12 +50,12 @@ class Clock(Protocol):
 
 
 def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Everyone's turns, A B C, B C A ..., so that drift and the place behind a hot neighbour fall on all alike."""
+    """Everyone's turns, A B C, A C B, C A B ..., so that drift and the place behind a hot neighbour fall on all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     failed: dict[str, Exception] = {}
     order = list(turns)
     for i in range(count):
-        for name in order[i % len(order) :] + order[: i % len(order)] if order else []:
+        for name in _turned(order, i):
             if name in failed:
                 continue
             try:
@@ -63,6 +63,12 @@ def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> tuple[dict[s
             except Exception as error:  # a contestant's failure is a result of the benchmark
                 failed[name] = error
     return seconds, failed
+
+
+def _turned(order: list[str], i: int) -> list[str]:
+    """For round i: it begins with another, and every second round goes the other way, so that neighbours change."""
+    first = i % max(1, len(order))
+    return (order[first:] + order[:first])[:: -1 if i % 2 else 1]
 
 
 def in_order(calls: Sequence[Call], count: int) -> list[Call]:

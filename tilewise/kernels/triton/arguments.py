@@ -156,6 +156,13 @@ def _has_copy_engine(device: Any) -> bool:
     return modules.is_interpreted() or (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9)
 
 
+@cache
+def starts_early(device: Any) -> bool:
+    """Whether a kernel can be started before the one ahead of it has ended, so that its start takes no time."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None and not modules.is_interpreted()
+    return is_nvidia and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def functions(spec: Attention, variant: ModuleType | None, *names: str) -> dict[str, Any]:
     """Those of a variant that a kernel calls, and whether scores come to it as products of q and k."""
     return {"RAW": spec.raw_scores, **{name.upper(): getattr(variant, name, None) for name in names}}

@@ -12,12 +12,12 @@ from tilewise.arrays import Array
 from tilewise.cache import Cache
 from tilewise.cache.base import on_device
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import loaded_by, sizes, steps_of, tensor
+from tilewise.kernels.triton.arguments import loaded_by, sizes, starts_early, steps_of, tensor
 from tilewise.kernels.triton.fitting import power_of_2
 from tilewise.kernels.triton.reach import reach
 from tilewise.kernels.triton.source import decode as decode_kernels
 from tilewise.kernels.triton.source import pages as pages_kernels
-from tilewise.kernels.triton.tuning import Pass, at_a_time, chosen, fitting_rows, splits_of
+from tilewise.kernels.triton.tuning import Pass, chosen, fitting_rows, processors, splits_of
 from tilewise.kernels.triton.turning import as_argument
 from tilewise.pytorch.rope import rotation_on
 from tilewise.rope import Rope, positions_of_keys
@@ -42,8 +42,10 @@ def decode(spec: Attention, q: Any, cache: Cache, rope: Rope | None) -> Partial:
     row_tiles = -(-shape.group * shape.n_q // choice.tile.q)
     programs = row_tiles * shape.heads_k * (1 if spec.batch_invariant else shape.batch)
     tiles = -(-min(seen.far, shape.n_k) // choice.tile.k)
-    splits = splits_of(programs, tiles, at_a_time(choice, spec, shape, q.device))
+    splits = splits_of(programs, tiles, processors(q.device))
     is_whole = splits == 1
+    early = starts_early(q.device)
+    in_advance = {"launch_pdl": True} if early else {}  # an option that only some GPUs know
     parts = Partial(out, lse) if is_whole else _parts(shape, splits, q.device)
     sinks = q if spec.sinks is None else tensor(spec.sinks, q.device).contiguous()
     variant = modules.variant(spec, cache.capacity)
@@ -54,16 +56,17 @@ def decode(spec: Attention, q: Any, cache: Cache, rope: Rope | None) -> Partial:
         _table_step(cache), tuple(seen), loaded_by(spec, q), shape.group, shape.n_q, cache.capacity, splits, spec.scale,
         **_turning(rope, cache, keys=False),
         SCORE=getattr(variant, "score", None), MASK=getattr(variant, "mask", None),
-        HAS_SINKS=is_whole and spec.sinks is not None, PAGE=cache.page_size, **sizes(shape, choice.tile),
+        HAS_SINKS=is_whole and spec.sinks is not None, PAGE=cache.page_size, EARLY=early, **sizes(shape, choice.tile),
         # The number of a page is loaded as far ahead as what the page holds, and so takes as many stages again.
         num_warps=choice.warps, num_stages=choice.stages if cache.page_size is None else 2 * choice.stages - 1,
+        **in_advance,
     )  # fmt: skip
     if not is_whole:
         grid = shape.n_q, shape.heads, shape.batch
         decode_kernels.merge[grid](
             parts.out, parts.lse, out, lse, sinks, steps_of(out), steps_of(lse), shape.n_q, splits,
             HAS_SINKS=spec.sinks is not None, SPLITS=power_of_2(splits), AT_ONCE=min(_AT_ONCE, power_of_2(splits)),
-            D_V=shape.d_v, COLUMNS=power_of_2(shape.d_v),
+            D_V=shape.d_v, COLUMNS=power_of_2(shape.d_v), EARLY=early, **in_advance,
         )  # fmt: skip
     return Partial(out, lse)
 

@@ -62,10 +62,10 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
         64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 64), 8, 2), 256: Choice(Tile(32, 32), 4, 1),
         512: Choice(Tile(16, 16), 4, 1),
     },
-    # Tile.q: rows at most. Each program has two tiles of k and of v under way.
+    # Tile.q: rows at most. Three tiles of k and of v are under way, so that one program keeps its share of memory busy.
     Pass.DECODE: {
-        64: Choice(Tile(64, 128), 4, 3), 128: Choice(Tile(64, 64), 4, 3), 256: Choice(Tile(32, 32), 4, 3),
-        512: Choice(Tile(32, 16), 4, 3),
+        64: Choice(Tile(64, 128), 4, 4), 128: Choice(Tile(64, 64), 4, 4), 256: Choice(Tile(32, 32), 4, 4),
+        512: Choice(Tile(32, 16), 4, 4),
     },
 }  # fmt: skip
 
@@ -161,7 +161,6 @@ def _at_most(wanted: int, most: int) -> int:
 # -- decoding ---------------------------------------------------------------------------------------------------------
 
 _LEAST_TILES = 4  # of keys, that a program is worth starting for
-_MOST_PROGRAMS = 3  # that a multiprocessor has registers for, if it has the shared memory
 _NEARLY = 0.95
 
 
@@ -171,15 +170,12 @@ def fitting_rows(choice: Choice, shape: Shape) -> Choice:
     return replace(choice, tile=replace(choice.tile, q=min(choice.tile.q, rows)))
 
 
-def at_a_time(choice: Choice, spec: Attention, shape: Shape, device: Any) -> int:
-    """How many programs that decode the GPU runs at a time. What is loaded last goes to registers, not to a stage."""
-    wanted = shared_bytes(replace(choice, stages=max(1, choice.stages - 1)), spec, shape, _HELD[Pass.DECODE])
-    return processors(device) * max(1, min(_MOST_PROGRAMS, shared_memory(shape.device) // wanted))
-
-
 @cache
 def splits_of(programs: int, tiles: int, room: int) -> int:
-    """How many programs share the keys of one: the fewest that keep nearly as much of the GPU busy as any number."""
+    """How many programs share the keys of one: the fewest that keep nearly as much of the GPU busy as any number.
+
+    room: how many it runs at a time, one a multiprocessor.
+    """
     most = max(1, tiles // _LEAST_TILES)
     busy = [programs * n / (-(-programs * n // room) * room) for n in range(1, min(most, room) + 1)]
     return 1 + next(i for i, share in enumerate(busy) if share >= _NEARLY * max(busy))

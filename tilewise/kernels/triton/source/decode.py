@@ -6,6 +6,7 @@ of the sequence's, one of `splits`, so that a single sequence fills a GPU. `merg
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.kernels.triton.source.forward import with_sink
 from tilewise.kernels.triton.source.pages import gather_rows, gather_turned, place_of_tile, scatter_rows
@@ -19,8 +20,11 @@ def decode(
     SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
-    COUNTED: tl.constexpr,
+    COUNTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:  # this was started beside the kernel before it, and the next one may be beside this
+        gdc_wait()
+        gdc_launch_dependents()
     split, hk, b = tl.program_id(0) % splits, tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) // splits * TILE_Q + tl.arange(0, TILE_Q)
     inside, h, query = row < group * n_q, hk * group + row // n_q, row % n_q
@@ -116,11 +120,15 @@ def visit(
 def merge(
     parts, parts_lse, out, lse, sinks, out_steps, lse_steps, n_q, splits,
     HAS_SINKS: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, D_V: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Results over shares of the keys as one, as softmax.merge has it: each weighs exp(its lse - the common lse)."""
     query, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.cast((b * tl.num_programs(1) + h) * n_q + query, tl.int64) * splits
     split = tl.arange(0, SPLITS)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     part_lse = tl.load(parts_lse + first + split, mask=split < splits, other=float("-inf"))
     row_max = tl.max(part_lse, 0)
     if HAS_SINKS:
