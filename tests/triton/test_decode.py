@@ -231,7 +231,6 @@ def test_splits_fill_the_gpu(room: int) -> None:
     assert tuning.splits_of(1, 10**6, room) <= room
 
 
-
 @needs_triton
 def test_rows_fit_their_tile() -> None:
     for group, n_q, rows in ((1, 1, 16), (4, 4, 16), (5, 4, 32), (8, 16, 64)):

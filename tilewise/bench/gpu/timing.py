@@ -50,7 +50,7 @@ class Clock(Protocol):
 
 
 def rounds(turns: Mapping[str, Callable[[], float]], count: int) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Everyone's turns, A B C, A C B, C A B ..., so that drift and the place behind a hot neighbour fall on all alike."""
+    """Everyone's turns, A B C, A C B ..., so that drift and the place behind a hot neighbour fall on all alike."""
     seconds: dict[str, list[float]] = {name: [] for name in turns}
     failed: dict[str, Exception] = {}
     order = list(turns)

@@ -7,9 +7,9 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
-constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p64f : 0x1p14f, FINITE_SUM = 0x1p120f;
+constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
 // How far, as a power of 2, a row may be above its row_max before it is worth a rescale.
-constexpr float PATIENCE = IsBFloat<Element>::value ? 56 : 8;
+constexpr float PATIENCE = IsBFloat<Element>::value ? 24 : 8;
 // Powers of 2 that a row's sum is brought below 1. In float16, whose small weights would lose digits, it stays above.
 constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
 constexpr float FAR_BELOW = 0x1p-80f;
