@@ -16,7 +16,7 @@ from tests.gpu_results import OUR, made_up, values  # noqa: E402
 from tilewise import cli  # noqa: E402
 from tilewise.bench.gpu import plot, report, suite  # noqa: E402
 from tilewise.bench.gpu.cases import Case  # noqa: E402
-from tilewise.bench.gpu.contestants import CUDNN, FLASH, FLEX  # noqa: E402
+from tilewise.bench.gpu.contestants import CUDNN, FLASH, FLEX, PAGED  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,6 +60,13 @@ def test_the_best_peer_of_each_case_counts() -> None:
     assert mean.value == pytest.approx(1.2 ** (11 / 12)) and mean.met is True and mean.target == "at least 1.10x"
     assert least.value == pytest.approx(1.0) and least.met is False
     assert found["forward, d 128: slowest case to the best peer"].value == pytest.approx(1.2)
+
+
+def test_a_cache_in_pages_is_told_beside_cudnn_and_not_judged() -> None:
+    found = values(made_up("decode", lambda case, peer: 0.97))
+    checks = [found[f"decode, tilewise triton{kind}, one sequence: to cuDNN"] for kind in ("", PAGED)]
+    assert [check.met for check in checks] == [False, None]
+    assert all(check.value == pytest.approx(0.97) for check in checks)
 
 
 def test_times_must_stay_below_their_limit() -> None:

@@ -139,12 +139,24 @@ class _OnTensors(NumpyKernel):
         done = super().forward(host.spec, host.q, host.k, host.v, tile)
         return Partial(*(arrays.as_tensor(np.asarray(x)) for x in (done.out, done.lse)))
 
+    def backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
+        tile: Tile | None = None,
+    ) -> Grads:  # fmt: skip
+        assert all(x is None or arrays.is_torch(x) for x in (q, saved.out, saved.lse, d_out, d_lse))
+        host = on_device(Call(spec, q, k, v, 4), "host", lambda x, device: arrays.as_numpy(x))
+        given = (None if x is None else arrays.as_numpy(x) for x in (saved.out, saved.lse, d_out, d_lse))
+        out, lse, d_out, d_lse = given
+        return super().backward(host.spec, host.q, host.k, host.v, Partial(out, lse), d_out, d_lse, tile)
+
 
 def test_calls_on_a_device_are_judged_as_others_are() -> None:
-    wanted = Wanted(backward_share=0, half_share=0.9, device="cpu:0")  # a name that is not "cpu": arrays become tensors
+    # A device whose name is not "cpu": arrays become tensors.
+    wanted = Wanted(backward_share=0.3, half_share=0.9, device="cpu:0")
     verdicts = [judge(_OnTensors(), seed, MEMORY, wanted) for seed in range(30)]
     assert [x.failure for x in verdicts if x.failure is not None] == []
     assert {"bfloat16", "float16"} <= {x.dtype for x in verdicts if x.results["out"]}
+    assert any(x.results["d_q"] for x in verdicts)
 
 
 def test_every_named_variant_is_drawn() -> None:

@@ -189,8 +189,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "v let go before it is multiplied": Mistake(
         WRONG, "causal",
-        {"const bool needed = rows.exact<true>(launch, rescale, PATIENCE);":
-         "arrive(shared.v_free(v_ring.stage)); const bool needed = rows.exact<true>(launch, rescale, PATIENCE);",
+        {"const bool needed = rows.exact(launch, rescale, PATIENCE);":
+         "arrive(shared.v_free(v_ring.stage));\n        const bool needed = rows.exact(launch, rescale, PATIENCE);",
          "rescale_acc(rescale);\n        free_v();": "rescale_acc(rescale);\n        v_ring.advance();"},
     ),
     "an item's place taken too early": Mistake(

@@ -19,6 +19,11 @@ def placed_on(device: str, call: Call) -> Call:
     return on_device(call, device, _placed)
 
 
+def placed(x: Array, device: str) -> Any:
+    """One array more, as those of the call."""
+    return x if device == "cpu" else _placed(x, device)
+
+
 def _placed(x: Array, device: str) -> Any:
     """With the same steps and the same address modulo 16; PyTorch has no steps that are negative or odd."""
     import torch

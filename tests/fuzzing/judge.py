@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.conformance.paths import threads
 from tests.fuzzing.bounds import Bounds
-from tests.fuzzing.device import placed_on, soil
+from tests.fuzzing.device import placed, placed_on, soil
 from tests.fuzzing.dice import Dice
 from tests.fuzzing.draw import Drawn, Wanted, draw
 from tests.fuzzing.memory import Memory, bits
@@ -170,16 +170,18 @@ class _Trial:
     def _backward(self, saved: Partial) -> None:
         call, drawn = self.call, self.drawn
         if drawn.saved_elsewhere:  # only out and lse cross from forward to backward
-            saved = NumpyKernel().forward(call.spec, call.q, call.k, call.v)
-        inputs = call.spec, call.q, call.k, call.v, saved, drawn.d_out, drawn.d_lse, drawn.tile
+            found = NumpyKernel().forward(drawn.call.spec, drawn.call.q, drawn.call.k, drawn.call.v)
+            saved = Partial(placed(found.out, self.device), placed(found.lse, self.device))
+        d_out, d_lse = (None if x is None else placed(x, self.device) for x in (drawn.d_out, drawn.d_lse))
+        inputs = call.spec, call.q, call.k, call.v, saved, d_out, d_lse, drawn.tile
         grads, again = self._twice(lambda: self.kernel.backward(*inputs))
         got = backward_results(grads)
         self._same(got, backward_results(again), "the second time, in one thread")
         self._within(self.problem.backward, got, lambda: self.problem.bounds.backward(drawn.d_out, drawn.d_lse))
         for alone, rows, cols in self._sequences_alone():
-            d_out, d_lse = drawn.d_out[rows], None if drawn.d_lse is None else drawn.d_lse[rows]
             held = Partial(saved.out[rows], saved.lse[rows])
-            one = self.kernel.backward(alone.spec, alone.q, alone.k, alone.v, held, d_out, d_lse, drawn.tile)
+            parts = d_out[rows], None if d_lse is None else d_lse[rows]
+            one = self.kernel.backward(alone.spec, alone.q, alone.k, alone.v, held, *parts, drawn.tile)
             want = {"d_q": grads.q[rows], "d_k": grads.k[cols], "d_v": grads.v[cols]}
             self._same(want, {"d_q": one.q, "d_k": one.k, "d_v": one.v}, "alone, though batch_invariant")
 

@@ -208,6 +208,7 @@ def test_a_fused_projection_has_gradients(dtype: torch.dtype, kernel: str, most:
     assert all(_off(a.grad, c.grad) < most for a, c in zip(drawing.here, drawing.there, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what its compiler imports
 @pytest.mark.parametrize("rope", [tw.Rope(), tw.Rope(24, interleaved=True)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_whole_tensors_are_turned(dtype: torch.dtype, rope: tw.Rope) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, SDPA
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, PAGED, SDPA
 from tilewise.bench.table import geometric_mean
 from tilewise.bench.targets import Check, valued
 
@@ -82,8 +82,8 @@ def _decode(records: list[Record]) -> Iterator[Check]:
         share = Check(f"decode, {name}: least share of the read rate", READING, percent=True)
         chosen = [r for r in records if r["contestant"] == name]
         yield valued(share, chosen, lambda r: r["read_fraction"], min, "no number")
-    single = [r for r in records if r["batch"] == 1]
-    yield _to_peer("decode, one sequence: to cuDNN", single, CUDNN, 1.0)
+        single = [r for r in chosen if r["batch"] == 1]  # cuDNN's own cache is in no pages
+        yield _to_peer(f"decode, {name}, one sequence: to cuDNN", single, CUDNN, None if name.endswith(PAGED) else 1.0)
 
 
 def _beside_flex(what: str, records: list[Record]) -> Iterator[Check]:

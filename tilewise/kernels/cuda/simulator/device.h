@@ -131,8 +131,6 @@ inline float __uint_as_float(unsigned bits) {
     __builtin_memcpy(&x, &bits, 4);
     return x;
 }
-inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
-inline float __int_as_float(int bits) { return __uint_as_float(unsigned(bits)); }
 inline float fmaxf(float a, float b) { return a > b || b != b ? a : b; }
 inline float fminf(float a, float b) { return a < b || b != b ? a : b; }
 inline float expf(float x) { return __builtin_expf(x); }

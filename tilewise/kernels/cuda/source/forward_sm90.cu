@@ -199,7 +199,7 @@ struct Consumer {
         score<true>();
         free_k();
         float rescale[2];
-        const bool needed = rows.exact<true>(launch, rescale, PATIENCE);
+        const bool needed = rows.exact(launch, rescale, PATIENCE);
         wait_for_p_v();
         if (needed) rescale_acc(rescale);
         free_v();
@@ -212,7 +212,7 @@ struct Consumer {
         score<false>();
         float rescale[2], sums[2] = {};
         bool needed = false;
-        if (cautious) needed = rows.exact<false>(launch, rescale, PATIENCE);
+        if (cautious) needed = rows.exact(launch, rescale, PATIENCE);
         else rows.speculate_first(launch, sums);
         hw::pin(sums);
         wait_for_p_v<HOLDS_WAIT>();
@@ -240,7 +240,7 @@ struct Consumer {
         } else {
             multiply_q_k_again();
             score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
-            rows.exact<false>(launch, rescale, 0.0f);
+            rows.exact(launch, rescale, 0.0f);
             cautious = true;
         }
         rescale_acc(rescale);

@@ -3,13 +3,12 @@
 #pragma once
 
 constexpr float LN_2 = 0.6931471805599453f;
+constexpr float PATIENCE = 8;  // how far, as a power of 2, a row may be above its row_max before it is worth a rescale
 constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
 
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
 constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
-// How far, as a power of 2, a row may be above its row_max before it is worth a rescale.
-constexpr float PATIENCE = IsBFloat<Element>::value ? 24 : 8;
 // Powers of 2 that a row's sum is brought below 1. In float16, whose small weights would lose digits, it stays above.
 constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
 constexpr float FAR_BELOW = 0x1p-80f;
@@ -29,16 +28,9 @@ __device__ __forceinline__ float sum_of_quad(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
 }
-struct Larger {
-    __device__ __forceinline__ float operator()(float x, float y) const { return fmaxf(x, y); }
-    __device__ __forceinline__ int operator()(int x, int y) const { return max(x, y); }
-};
-struct Smaller {
-    __device__ __forceinline__ int operator()(int x, int y) const { return min(x, y); }
-};
-template <class T, class Pick> __device__ __forceinline__ T of_quad(T x, Pick pick) {
-    x = pick(x, __shfl_xor_sync(~0u, x, 1));
-    return pick(x, __shfl_xor_sync(~0u, x, 2));
+__device__ __forceinline__ float largest_of_quad(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
 __device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
@@ -109,10 +101,9 @@ template <int KEYS> struct Softmax {
 
     // 5 row_max, rescale, p, row_sum
     __device__ __forceinline__ void begin(const Launch& launch) {
-        largest_of_some(row_max);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            row_max[half] *= launch.binary_scale;
+            row_max[half] = largest(half) * launch.binary_scale;
             row_sum[half] = 0;
         }
         exponentiate(launch, row_sum);
@@ -124,13 +115,8 @@ template <int KEYS> struct Softmax {
         return __popc(__ballot_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8))) >= FAR_LANES;
     }
     // True if acc must be rescaled. Within `patience` of row_max nothing changes.
-    template <bool MASKED>
     __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
-        float new_max[2];
-        if constexpr (MASKED) largest_of_some(new_max);
-        else largest_of_all(new_max);
-        new_max[0] *= launch.binary_scale;
-        new_max[1] *= launch.binary_scale;
+        const float new_max[2] = {largest(0) * launch.binary_scale, largest(1) * launch.binary_scale};
         bool needed = false;
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // each row by itself: its bits must not depend on its neighbours
@@ -144,39 +130,14 @@ template <int KEYS> struct Softmax {
         exponentiate(launch, row_sum);
         return __any_sync(~0u, needed);
     }
-    // Each row's largest score, of which a mask may have left few.
-    __device__ __forceinline__ void largest_of_some(float (&of)[2]) const {
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            float even = s[half * 2], odd = s[half * 2 + 1];
-#pragma unroll
-            for (int n = 1; n < KEYS / 8; n++) {
-                even = fmaxf(even, s[n * 4 + half * 2]);
-                odd = fmaxf(odd, s[n * 4 + half * 2 + 1]);
-            }
-            of[half] = of_quad(fmaxf(even, odd), Larger());
-        }
-    }
-    // The same of their bits: those of positive numbers are ordered as the numbers are, and one instruction compares three.
-    // A row of negative ones alone is hardly ever found, unless it is masked; theirs are ordered the other way round.
-    __device__ __forceinline__ void largest_of_all(float (&of)[2]) const {
-        int bits[2] = {of_bits(0, Larger()), of_bits(1, Larger())};
-        if (__any_sync(~0u, bits[0] < 0 || bits[1] < 0)) {
-            const int least[2] = {of_bits(0, Smaller()), of_bits(1, Smaller())};
-            if (bits[0] < 0) bits[0] = least[0];
-            if (bits[1] < 0) bits[1] = least[1];
-        }
-        of[0] = __int_as_float(bits[0]);
-        of[1] = __int_as_float(bits[1]);
-    }
-    template <class Pick> __device__ __forceinline__ int of_bits(int half, Pick pick) const {
-        int even = __float_as_int(s[half * 2]), odd = __float_as_int(s[half * 2 + 1]);
+    __device__ __forceinline__ float largest(int half) const {
+        float even = s[half * 2], odd = s[half * 2 + 1];
 #pragma unroll
         for (int n = 1; n < KEYS / 8; n++) {
-            int& picked = n % 2 ? even : odd;
-            picked = pick(pick(picked, __float_as_int(s[n * 4 + half * 2])), __float_as_int(s[n * 4 + half * 2 + 1]));
+            even = fmaxf(even, s[n * 4 + half * 2]);
+            odd = fmaxf(odd, s[n * 4 + half * 2 + 1]);
         }
-        return of_quad(pick(even, odd), pick);
+        return largest_of_quad(fmaxf(even, odd));
     }
     __device__ __forceinline__ void exponentiate(const Launch& launch, float (&sums)[2]) {
         const float scale = launch.binary_scale, shift[2] = {-finite(row_max[0]), -finite(row_max[1])};
