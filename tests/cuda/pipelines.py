@@ -1,4 +1,4 @@
-"""pipeline.cu, a small kernel in the manner of Hopper: its source, with or without a mistake, and a run of it."""
+"""pipeline.cu, a small kernel in the manner of Hopper: its source, or bulk.cu's, with or without a mistake; a run."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Params(ctypes.Structure):
     ]
 
 
-def text(old: str = "", new: str = "", headers: dict[str, str] | None = None) -> str:
+def text(old: str = "", new: str = "", headers: dict[str, str] | None = None, file: str = "pipeline.cu") -> str:
     """The source, with `new` in place of `old`, which must be there."""
     given = {"config.h": CONFIG, **(simulator.headers() if headers is None else headers)}
-    made = spliced("pipeline.cu", given, Path(__file__).parent)
-    assert old in made, f"pipeline.cu no longer has: {old}"
+    made = spliced(file, given, Path(__file__).parent)
+    assert old in made, f"{file} no longer has: {old}"
     return made.replace(old, new) if old else made
 
 

@@ -299,9 +299,10 @@ def test_every_case_compiles_for_a_gpu(case: Case, rung: str, tmp_path: Path) ->
 
 
 @nvcc
-def test_the_pipeline_compiles_for_hopper(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["pipeline.cu", "bulk.cu"])
+def test_the_simulators_own_kernels_compile_for_hopper(file: str, tmp_path: Path) -> None:
     """So hopper.h and the simulator's version of it say the same."""
-    _compiles(pipelines.text(headers={"wgmma.h": wgmma.header("bfloat16", [64])}), "sm_90a", tmp_path)
+    _compiles(pipelines.text(headers={"wgmma.h": wgmma.header("bfloat16", [64])}, file=file), "sm_90a", tmp_path)
 
 
 # -- tensor maps ------------------------------------------------------------------------------------------------------

@@ -181,55 +181,117 @@ template <class Visit> static void walk(const Map& map, uint32 shared, const std
     }
 }
 
-void tma_load(uint32 to, const void* tensor_map, uint32 bar, int rank, const int* coordinates, SourceLine where) {
-    const Map map = *map_at(tensor_map, rank, to, where);
+// The place holds NaN until the copy lands; then its bytes count at the mbarrier.
+static void load_later(uint32 to, size_t bytes, uint32 bar, SourceLine where, std::function<void()> land) {
     if (!mbarrier_at(bar, where).fenced)
         fail(where, named(bar) + " is given to the copy engine without fence.mbarrier_init after its initialisation");
-    const std::vector<int> at(coordinates, coordinates + rank);
-    std::vector<unsigned char> nothing(map.bytes(), POISON_BYTE);
-    async_write(memory_at(to, map.bytes(), where), nothing.data(), map.bytes());
+    const std::vector<unsigned char> nothing(bytes, POISON_BYTE);
+    async_write(memory_at(to, bytes, where), nothing.data(), bytes);
     later(where, [=] {
-        walk(map, to, at, [&](uint32 address, const char* global) {
-            const char zero[8] = {};
-            async_write(memory_at(address, size_t(map.item), where), global ? global : zero, size_t(map.item));
-        });
+        land();
         Mbarrier& done = mbarriers.at(bar);
-        done.bytes -= int(map.bytes());
+        done.bytes -= int(bytes);
         end_phase_if_complete(done, bar, where);
     });
 }
 
-struct Stores {  // of one thread: groups of copies from shared memory, and how many of each have not read it yet
-    std::deque<std::shared_ptr<int>> groups;
-    std::shared_ptr<int> open = std::make_shared<int>(0);
+void tma_load(uint32 to, const void* tensor_map, uint32 bar, int rank, const int* coordinates, SourceLine where) {
+    const Map map = *map_at(tensor_map, rank, to, where);
+    const std::vector<int> at(coordinates, coordinates + rank);
+    load_later(to, map.bytes(), bar, where, [=] {
+        walk(map, to, at, [&](uint32 address, const char* global) {
+            const char zero[8] = {};
+            async_write(memory_at(address, size_t(map.item), where), global ? global : zero, size_t(map.item));
+        });
+    });
+}
+
+static void check_bulk(uint32 shared, const void* global, int bytes, SourceLine where) {
+    if (bytes <= 0 || bytes % 16) fail(where, "a bulk copy has a multiple of 16 bytes, not " + std::to_string(bytes));
+    if (reinterpret_cast<uintptr_t>(global) % 16)
+        fail(where, "a bulk copy's place in global memory is not aligned to 16 bytes");
+    if (shared % 16) fail(where, "a bulk copy's place in shared memory is not aligned to 16 bytes");
+    if (is_shared(global)) fail(where, "a pointer into shared memory, where one into global memory must be");
+    memory_at(shared, size_t(bytes), where);
+}
+
+void bulk_load(uint32 to, const void* from, int bytes, uint32 bar, SourceLine where) {
+    check_bulk(to, from, bytes, where);
+    load_later(to, size_t(bytes), bar, where,
+               [=] { async_write(memory_at(to, size_t(bytes), where), from, size_t(bytes)); });
+}
+
+// Copies from shared memory: each reads it late. What it then has to write waits until the thread waits for that, or until
+// the launch ends: a block that is told too early does not find it.
+typedef std::function<void()> Write;
+struct Group {
+    int unread = 0;  // copies that have not read shared memory yet
+    std::vector<Write> writes;
+};
+struct Stores {  // of one thread
+    std::deque<std::shared_ptr<Group>> groups;
+    std::shared_ptr<Group> open = std::make_shared<Group>();
 };
 static std::vector<Stores> stores;
+
+static void store_later(SourceLine where, std::function<Write()> read) {
+    std::shared_ptr<Group> group = stores[size_t(current->number)].open;
+    group->unread++;
+    later(where, [=] {
+        group->writes.push_back(read());
+        group->unread--;
+    });
+}
 
 void tma_store(const void* tensor_map, uint32 from, int rank, const int* coordinates, SourceLine where) {
     const Map map = *map_at(tensor_map, rank, from, where);
     const std::vector<int> at(coordinates, coordinates + rank);
-    std::shared_ptr<int> group = stores[size_t(current->number)].open;
-    ++*group;
-    later(where, [=] {
-        walk(map, from, at, [&](uint32 address, char* global) {
+    store_later(where, [=]() -> Write {
+        std::vector<unsigned char> values;
+        walk(map, from, at, [&](uint32 address, char*) {
             const unsigned char* value = async_read(address, size_t(map.item), where);
-            if (global) memcpy(global, value, size_t(map.item));
+            values.insert(values.end(), value, value + map.item);
         });
-        --*group;
+        return [=] {
+            const unsigned char* value = values.data();
+            walk(map, from, at, [&](uint32, char* global) {
+                if (global) memcpy(global, value, size_t(map.item));
+                value += map.item;
+            });
+        };
+    });
+}
+
+void bulk_add(void* to, uint32 from, int bytes, SourceLine where) {
+    check_bulk(from, to, bytes, where);
+    store_later(where, [=]() -> Write {
+        std::vector<float> values(size_t(bytes) / 4);
+        memcpy(values.data(), async_read(from, size_t(bytes), where), size_t(bytes));
+        return [=] {
+            for (size_t i = 0; i < values.size(); i++) static_cast<float*>(to)[i] += values[i];
+        };
     });
 }
 
 void tma_store_commit() {
     Stores& mine = stores[size_t(current->number)];
     mine.groups.push_back(mine.open);
-    mine.open = std::make_shared<int>(0);
+    mine.open = std::make_shared<Group>();
 }
 
 void tma_store_wait(int groups, SourceLine where) {
     Stores& mine = stores[size_t(current->number)];
+    for (int i = 0; i < int(mine.groups.size()) - groups; i++) {
+        std::shared_ptr<Group> group = mine.groups[size_t(i)];
+        wait_until([group] { return group->unread == 0; }, where, "its stores to be read", -1);
+    }
+}
+
+void bulk_wait_done(int groups, SourceLine where) {
+    tma_store_wait(groups, where);
+    Stores& mine = stores[size_t(current->number)];
     while (int(mine.groups.size()) > groups) {
-        std::shared_ptr<int> oldest = mine.groups.front();
-        wait_until([oldest] { return *oldest == 0; }, where, "its stores to be read", -1);
+        for (const Write& write : mine.groups.front()->writes) write();
         mine.groups.pop_front();
     }
 }
@@ -478,6 +540,19 @@ void load_matrices(uint32* to, uint32 row, SourceLine where) {
     end_exchange();
 }
 
+void store_matrices(uint32 row, const uint32* from, SourceLine where) {
+    if (row % 16) fail(where, "a row of a matrix is not aligned to 16 bytes");
+    const int lane = current->number % WARP;
+    memcpy(shuffle_slot(lane), &row, 4);
+    warp_barrier(~0u, where);
+    for (int i = 0; i < 4; i++) {
+        uint32 address;
+        memcpy(&address, shuffle_slot(i * 8 + lane / 4), 4);
+        memcpy(memory_at(address, 16, where) + lane % 4 * 4, from + i, 4);
+    }
+    end_exchange();
+}
+
 // What each lane gives to a product of its warp.
 static void exchanged(uint64 (&of_lane)[WARP], uint32 low, uint32 high, SourceLine where) {
     const uint64 mine = uint64(high) << 32 | low;
@@ -512,7 +587,8 @@ static void begin() {
     operands.clear();
     meetings.clear();
     async_view.assign(launch.shared_bytes, POISON_BYTE);
-    stores.assign(launch.threads, Stores());
+    stores.clear();
+    stores.resize(launch.threads);  // each with an open group of its own
     products.assign(launch.threads, Products());
     const int each = std::min(255, REGISTERS / int(launch.threads)) / 8 * 8;
     registers_of_warp.assign(warps.size(), each);
@@ -531,6 +607,12 @@ static void end() {
             current = &fibers[i];
             fail(nowhere(), "the thread ended before its wgmma was waited for");
         }
+    for (size_t i = 0; i < stores.size(); i++) {
+        current = &fibers[i];
+        stores[i].groups.push_back(stores[i].open);
+        for (const std::shared_ptr<Group>& group : stores[i].groups)
+            for (Write& write : group->writes) when_launch_ends(std::move(write));
+    }
 }
 
 static Register hopper({begin, end});

@@ -14,8 +14,13 @@ void fence_async();
 void registers(int count, bool more, SourceLine where);
 void tma_load(uint32 to, const void* map, uint32 bar, int rank, const int* at, SourceLine where);
 void tma_store(const void* map, uint32 from, int rank, const int* at, SourceLine where);
+void bulk_load(uint32 to, const void* from, int bytes, uint32 bar, SourceLine where);
+void bulk_add(void* to, uint32 from, int bytes, SourceLine where);
 void tma_store_commit();
 void tma_store_wait(int groups, SourceLine where);
+void bulk_wait_done(int groups, SourceLine where);
+int load_acquire(const int* at, SourceLine where);
+void add_release(int* at, int value);
 void wgmma_fence(SourceLine where);
 void wgmma_commit(SourceLine where);
 void wgmma_wait(int groups, SourceLine where);
@@ -27,6 +32,7 @@ struct Product {
 };
 void wgmma(float* d, const Product& product, SourceLine where);
 void load_matrices(uint32* to, uint32 row, SourceLine where);
+void store_matrices(uint32 row, const uint32* from, SourceLine where);
 void mma(float* d, const uint32* a, const uint32* b, bool bfloat, SourceLine where);
 }  // namespace simulator
 
@@ -63,8 +69,16 @@ inline void tma_store_4d(const TensorMap* map, uint32 from, int x, int y, int z,
     const int at[] = {x, y, z, w};
     simulator::tma_store(map, from, 4, at, where);
 }
+inline void bulk_load(uint32 to, const void* from, int bytes, uint32 bar, CALLED_FROM) {
+    simulator::bulk_load(to, from, bytes, bar, where);
+}
+inline void bulk_add(void* to, uint32 from, int bytes, CALLED_FROM) { simulator::bulk_add(to, from, bytes, where); }
 inline void tma_store_commit() { simulator::tma_store_commit(); }
 template <int N> void tma_store_wait(CALLED_FROM) { simulator::tma_store_wait(N, where); }
+template <int N> void bulk_wait_done(CALLED_FROM) { simulator::bulk_wait_done(N, where); }
+
+inline int load_acquire(const int* at, CALLED_FROM) { return simulator::load_acquire(at, where); }
+inline void add_release(int* at, int value) { simulator::add_release(at, value); }
 
 inline void wgmma_fence(CALLED_FROM) { simulator::wgmma_fence(where); }
 inline void wgmma_commit(CALLED_FROM) { simulator::wgmma_commit(where); }
@@ -81,6 +95,7 @@ template <class T> uint32 packed(float low, float high) {
     return narrow<T>(low).bits | uint32(narrow<T>(high).bits) << 16;
 }
 inline void load_matrices(uint32 (&to)[4], uint32 row, CALLED_FROM) { simulator::load_matrices(to, row, where); }
+inline void store_matrices(uint32 row, const uint32 (&from)[4], CALLED_FROM) { simulator::store_matrices(row, from, where); }
 
 constexpr bool BFLOAT = IsBFloat<Element>::value;
 template <int N, bool ADD, bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>

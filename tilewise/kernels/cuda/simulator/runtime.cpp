@@ -1,6 +1,7 @@
 // Runs a kernel on the CPU: blocks one after the other, a fiber a thread, in an order that can be chosen or shuffled.
 #include "runtime.h"
 
+#include <algorithm>
 #include <csetjmp>
 #include <csignal>
 #include <cstring>
@@ -13,6 +14,7 @@ namespace simulator {
 constexpr size_t STACK = 128 << 10;
 constexpr size_t SHARED_ROOM = 256 << 10;
 constexpr uint64_t MOST_TURNS = 20'000'000;  // of a block: a thread that spins forever is found by this
+constexpr int MOST_ROUNDS_OF_ASKING = 10'000;  // without anything else: a wait for another block that never ends
 
 Fiber* current;
 Thread* running;
@@ -28,6 +30,7 @@ static Context scheduler;
 static Barrier barriers[BARRIERS];
 static bool on_fiber, failed;
 static int alive;  // threads of the block that have not ended
+static int rounds_of_asking;
 static uint64_t random_state;
 static void (*kernel)(const void*);
 static const void* kernel_params;
@@ -36,11 +39,12 @@ struct Exchange {
 };
 static std::vector<Exchange> exchanges;
 struct Later {
+    unsigned block;
     int thread;
     SourceLine where;
     std::function<void()> work;
 };
-static std::vector<Later> pending;
+static std::vector<Later> pending, last;  // of the block; of the launch, when it ends
 
 std::vector<Part>& parts() {
     static std::vector<Part> all;
@@ -123,14 +127,35 @@ void wait_until(std::function<bool()> is_over, SourceLine where, const char* wha
     turn_over();
 }
 
-void later(SourceLine where, std::function<void()> work) { pending.push_back({current->number, where, std::move(work)}); }
+void later(SourceLine where, std::function<void()> work) {
+    pending.push_back({block.x, current->number, where, std::move(work)});
+}
+void when_launch_ends(std::function<void()> work) {
+    last.push_back({block.x, current->number, nowhere(), std::move(work)});
+}
 
-static void do_some_later_work() {
-    size_t i = random_number() % pending.size();
-    Later chosen = std::move(pending[i]);
-    pending.erase(pending.begin() + long(i));
+static void do_some_of(std::vector<Later>& all) {
+    size_t i = random_number() % all.size();
+    Later chosen = std::move(all[i]);
+    all.erase(all.begin() + long(i));
+    block.x = chosen.block;
     current = &fibers[size_t(chosen.thread)];
     chosen.work();
+}
+
+// Others go on each time a thread asks. A block that comes later never does: where threads have done nothing but ask for
+// long, that is what they wait for. Asking twice is no mistake: a kernel may ask for each tile and find what it needs.
+int load_acquire(const int* at, SourceLine where) {
+    const auto detail = [at] { return "blocks run one after the other, and the number stays " + std::to_string(*at); };
+    current->wait = {{}, where, "another block", -1, detail};
+    current->asks = true;
+    turn_over();
+    return *at;
+}
+
+void add_release(int* at, int value) {
+    *at += value;
+    rounds_of_asking = 0;
 }
 
 static void release_if_complete(Barrier& barrier, int threads) {
@@ -292,6 +317,7 @@ static void begin_block(char* stacks) {
     for (Word& word : words) word = Word();
     pending.clear();
     block_generation = 0;
+    rounds_of_asking = 0;
     alive = int(fibers.size());
     memset(shared_memory, 0xff, launch.shared_bytes);  // NaN in every type: what was never written shows
     for (size_t i = 0; i < fibers.size(); i++) {
@@ -303,15 +329,21 @@ static void begin_block(char* stacks) {
     for (const Part& part : parts()) part.begin();
 }
 
+// Whether the thread came further: from one question to the next it did not.
 static bool take_turn(Fiber& fiber) {
     if (fiber.done || (fiber.waits && !fiber.wait.is_over())) return false;
-    fiber.waits = false;
+    const bool asked = fiber.asks;
+    fiber.waits = fiber.asks = false;
     current = &fiber;
     running = &fiber;
     on_fiber = true;
     change(scheduler, fiber.context);
     if (failed) throw Failure{};
-    return true;
+    return !(asked && fiber.asks);
+}
+
+static bool someone_asks() {
+    return std::any_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.asks; });
 }
 
 static void run_block(char* stacks) {
@@ -326,17 +358,19 @@ static void run_block(char* stacks) {
         for (size_t i : order) {
             any |= take_turn(fibers[i]);
             if (launch.order == 2 && !pending.empty() && random_number() % 64 == 0) {
-                do_some_later_work();
+                do_some_of(pending);
                 any = true;
             }
         }
         if ((turns += n) > MOST_TURNS) fail(nowhere(), "a thread spins forever");
-        if (any) continue;
-        if (pending.empty()) {
+        if (any) {
+            rounds_of_asking = 0;
+        } else if (!pending.empty()) {
+            do_some_of(pending);
+        } else if (!someone_asks() || ++rounds_of_asking == MOST_ROUNDS_OF_ASKING) {
             report_deadlock();
             throw Failure{};
         }
-        do_some_later_work();
     }
     if (!pending.empty()) {
         current = &fibers[size_t(pending[0].thread)];
@@ -352,6 +386,7 @@ static void run_blocks(char* stacks) {
     }
     try {
         for (block = {0, 0, 0}; block.x < launch.grid; block.x++) run_block(stacks);
+        while (!last.empty()) do_some_of(last);
     } catch (const Failure&) {
     }
 }
@@ -397,6 +432,7 @@ extern "C" __attribute__((visibility("default"))) const char* tilewise_simulate(
     sigaction(SIGBUS, &old_bus, nullptr);
     sigaltstack(&old_stack, nullptr);
     pending.clear();
+    last.clear();
     munmap(memory, SHARED_ROOM + page);
     munmap(stacks, stack_bytes);
     return report.empty() ? nullptr : report.c_str();

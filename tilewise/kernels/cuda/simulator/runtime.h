@@ -36,6 +36,7 @@ struct Fiber : Thread {
     Context context;
     int number = 0;
     bool done = false, waits = false;
+    bool asks = false;  // for a number in global memory; it may go on, but `wait` says what it waits for
     Wait wait;
     unsigned exchanges = 0;  // shuffles so far
     int warp() const { return number / WARP; }
@@ -77,6 +78,8 @@ void end_exchange();
 // -- work that is done later ------------------------------------------------------------------------------------------
 // Copies of the copy engine land late and in any order. Whoever needs them must wait for them, or reads what is not there.
 void later(SourceLine where, std::function<void()> work);
+// In any order when all blocks have ended: what the threads of a block did not wait for.
+void when_launch_ends(std::function<void()> work);
 
 // What a part of the simulator does when a block begins and when its threads have all ended.
 struct Part {

@@ -61,9 +61,34 @@ INLINE void tma_store_4d(const TensorMap* map, uint32 from, int x, int y, int z,
                  "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
+// Bytes as they lie, without a map: both addresses and the size are multiples of 16.
+INLINE void bulk_load(uint32 to, const void* from, int bytes, uint32 bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(bar)
+                 : "memory");
+}
+// Adds float32 numbers of shared memory to those in global memory; it is in a group, as stores are.
+INLINE void bulk_add(void* to, uint32 from, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+}
 INLINE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int N> INLINE void tma_store_wait() {  // until shared memory is read by all but the last N groups
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+template <int N> INLINE void bulk_wait_done() {  // until what all but the last N groups write is in global memory
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// -- order between blocks: who sees the number of add_release sees what was written before it -------------------------
+INLINE int load_acquire(const int* at) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+INLINE void add_release(int* at, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
 // -- products of matrices; the products themselves are in wgmma.h -----------------------------------------------------
@@ -123,6 +148,12 @@ INLINE void load_matrices(uint32 (&to)[4], uint32 row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(row)
+                 : "memory");
+}
+// The same way back. Other lanes find the rows after a __syncwarp.
+INLINE void store_matrices(uint32 row, const uint32 (&from)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]), "r"(from[1]),
+                 "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 
