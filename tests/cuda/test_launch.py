@@ -15,8 +15,9 @@ import pytest
 import tilewise as tw
 from tests.cuda.fake_gpu import FakeGpu
 from tests.cuda.test_ops import needs_compiler
-from tilewise import expr, schedule, wire
+from tilewise import dispatch, expr, schedule, wire
 from tilewise.dispatch import Unsupported
+from tilewise.validate import prepare
 
 torch = pytest.importorskip("torch")
 from tilewise.kernels.cuda import launcher  # noqa: E402
@@ -242,15 +243,25 @@ def test_gradients_are_recorded(fake_gpu: FakeGpu) -> None:
         out.sum().backward()
 
 
-@KINDS
-def test_gradients_by_the_tiled_kernels(kind: dict[str, Any], fake_gpu: FakeGpu) -> None:
+BY_HOPPER = ["backward_sm90_rows", "backward_sm90", "backward_sm90_d_query"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "launched"),
+    [
+        ("cuda/tiled", TILED, ["tiled_d_query", "tiled_d_keys"]),
+        ("cuda/tiled", HOPPER, ["tiled_d_query", "tiled_d_keys"]),
+        ("cuda/forward_sm90", HOPPER, BY_HOPPER),
+    ],
+)
+def test_gradients(kernel: str, kind: dict[str, Any], launched: list[str], fake_gpu: FakeGpu) -> None:
     """Of heads that share keys, of rows that lie anyhow, of sinks, and of lse as well as of out."""
     torch.manual_seed(0)
     n, d, dtype = kind["n"], kind["d"], kind["dtype"]
     q, k, v = (torch.randn(1, n, heads, d).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
     sinks = torch.randn(4, requires_grad=True)
     options = {"mask": tw.causal() & tw.window(30), "score": tw.softcap(2.0)}
-    out, lse = tw.attention(q, k, v, sinks=sinks, **options, kernel="cuda/tiled", return_lse=True)
+    out, lse = tw.attention(q, k, v, sinks=sinks, **options, kernel=kernel, return_lse=True)
     d_out, d_lse = torch.randn(1, n, 4, d).to(dtype).transpose(1, 2), torch.randn(1, 4, n)
     found = torch.autograd.grad((out, lse), (q, k, v, sinks), (d_out, d_lse))
     plain = [x.detach().double().numpy() for x in (q, k, v, sinks, d_out, d_lse)]
@@ -259,14 +270,26 @@ def test_gradients_by_the_tiled_kernels(kind: dict[str, Any], fake_gpu: FakeGpu)
     for x, y in zip(found, (want.q, want.k, want.v, want.sinks), strict=True):
         off = np.abs(x.double().numpy() - y).max() / np.abs(y).max()
         assert off < (1e-5 if dtype == torch.float32 else 2e-2)
-    assert fake_gpu.launched[-2:] == ["tiled_d_query", "tiled_d_keys"]
+    assert fake_gpu.launched[-len(launched) :] == launched
 
 
-def test_a_wider_gradient_makes_all_wider(fake_gpu: FakeGpu) -> None:
-    from tilewise import dispatch, validate
+def test_gradients_of_arrays_that_tma_does_not_take(fake_gpu: FakeGpu) -> None:
+    """They are copied: rows that begin anywhere, and the gradient of a sum, which is one number at every place."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 70, 33).bfloat16()[..., 1:], *(torch.randn(1, 2, 70, 32).bfloat16() for _ in range(2))
+    spec, kernels = prepare(q, k, v).spec, [dispatch.kernel(f"cuda/{rung}") for rung in ("forward_sm90", "tiled")]
+    saved = kernels[1].forward(spec, q, k, v)
+    d_out = torch.ones(1).bfloat16().expand(saved.out.shape)
+    by_hopper, by_tiles = (kernel.backward(spec, q, k, v, saved, d_out) for kernel in kernels)
+    assert fake_gpu.launched[1:4] == BY_HOPPER
+    for x, y in zip((by_hopper.q, by_hopper.k, by_hopper.v), (by_tiles.q, by_tiles.k, by_tiles.v), strict=True):
+        assert float((x - y).abs().max()) < 2e-2 * float(y.abs().max()) + 1e-3
 
+
+@pytest.mark.parametrize("name", ["cuda/tiled", "cuda/forward_sm90"])
+def test_a_wider_gradient_makes_all_wider(name: str, fake_gpu: FakeGpu) -> None:
     q, k, v = (torch.ones(1, 1, n, 8, dtype=torch.float16) for n in (2, 1, 1))
-    call, kernel = validate.prepare(q, k, v), dispatch.kernel("cuda/tiled")
+    call, kernel = prepare(q, k, v), dispatch.kernel(name)
     d_out = torch.tensor([100_000.5, -100_000.0])[:, None].expand(1, 1, 2, 8)
     grads = kernel.backward(call.spec, q, k, v, kernel.forward(call.spec, q, k, v), d_out)
     assert grads.v.dtype == torch.float16 and bool((grads.v == 0.5).all())

@@ -85,7 +85,7 @@ class CudaKernel:
         from tilewise.kernels.cuda.backward import backward
 
         with gpu.as_current(q.get_device()):
-            return backward(spec, q, k, v, saved, d_out, d_lse, tile)
+            return backward(spec, q, k, v, saved, d_out, d_lse, tile, by_hopper=self.rung is RUNGS["forward_sm90"])
 
 
 @cache

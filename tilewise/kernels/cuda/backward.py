@@ -1,4 +1,4 @@
-"""The backward pass on a GPU, by the tiled kernels."""
+"""The backward pass on a GPU: by Hopper's kernels, or by the tiled ones."""
 
 from __future__ import annotations
 
@@ -6,35 +6,56 @@ from typing import Any
 
 import torch
 
-from tilewise.kernels.cuda import loaded_on
+from tilewise.kernels.cuda import loaded_on, marshal
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.prepared import prepare_backward
+from tilewise.kernels.cuda.prepared import prepare_backward, prepare_backward_sm90
+from tilewise.kernels.cuda.rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
 def backward(
-    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None
+    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None, by_hopper: bool
 ) -> Grads:
-    """On the current device. A gradient of the output that is wider than q makes all wider."""
+    """On the current device. A gradient of the output that is wider than q makes all wider: Hopper's kernels leave that
+    to the tiled ones."""
     types = q.dtype, k.dtype, v.dtype
     dtype = torch.promote_types(d_out.dtype, q.dtype)
-    q, k, v, out, d_out = (_rows(x.to(dtype)) for x in (q, k, v, saved.out, d_out))
+    by_hopper = by_hopper and dtype == q.dtype
+    lying = _copied if by_hopper else _rows
+    q, k, v, out, d_out = (lying(x.to(dtype)) for x in (q, k, v, saved.out, d_out))
     given = {"q": q, "k": k, "v": v, "out": out, "lse": saved.lse.contiguous(), "d_out": d_out, "d_lse": d_lse}
     made = {f"d_{name}": torch.empty(given[name].shape, dtype=dtype, device=q.device) for name in ("q", "k", "v")}
     every = {**given, **made, "delta": torch.empty_like(given["lse"])}
     views = {name: View(0, (), (0, 0, 0)) if x is None else View.of_torch(x) for name, x in every.items()}
-    loaded = loaded_on(spec, q.device)
-    for kernel in prepare_backward(
-        spec, Shape.of(spec, q, k, v), views, [View.of_torch(x) for x in loaded], q.get_device(), tile
-    ):
-        names = ("q", "k", "v", "out", "lse"), BACKWARD_ARRAYS
-        first, last = ([0 if every[name] is None else every[name].data_ptr() for name in part] for part in names)
-        kernel.launch([*first, *(x.data_ptr() for x in loaded), *last])
+    loaded, shape = loaded_on(spec, q.device), Shape.of(spec, q, k, v)
+    loaded_views, device, space = [View.of_torch(x) for x in loaded], q.get_device(), []
+    if by_hopper:
+        kernels = prepare_backward_sm90(spec, shape, views, loaded_views, device)
+        space = _workspace(shape, q)
+    else:
+        kernels = prepare_backward(spec, shape, views, loaded_views, device, tile)
+    names = ("q", "k", "v", "out", "lse"), BACKWARD_ARRAYS
+    first, last = ([0 if every[name] is None else every[name].data_ptr() for name in part] for part in names)
+    for kernel in kernels:
+        kernel.launch([*first, *(x.data_ptr() for x in loaded), *last, *(x.data_ptr() for x in space)])
     d_q, d_k, d_v = (made[f"d_{name}"].to(kind) for name, kind in zip("qkv", types, strict=True))
     of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], every["delta"])
     return Grads(d_q, d_k, d_v, of_sinks, ())
+
+
+def _workspace(shape: Shape, like: Any) -> list[Any]:
+    """Of the stream: another launch may run beside this one."""
+    counts = marshal.workspace(shape, BACKWARD_SM90[0].TILE).values()
+    return [torch.empty(count, dtype=torch.float32, device=like.device) for count in counts]
+
+
+def _copied(x: Any) -> Any:
+    """As the copy engine takes it."""
+    return (
+        x if marshal.cannot_be_copied({"x": View.of_torch(x)}) is None and x.stride(-1) == 1 else x.clone().contiguous()
+    )
 
 
 def _rows(x: Any) -> Any:

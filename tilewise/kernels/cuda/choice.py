@@ -20,7 +20,7 @@ def suited(shape: Shape, capability: tuple[int, int]) -> Rung:
 def chosen(named: Rung | None, shape: Shape, views: dict[str, View], capability: tuple[int, int]) -> Rung:
     """The one that was named, or the fastest for arrays that lie so."""
     rung = named or suited(shape, capability)
-    reason = cannot_be_copied(views) if rung.persistent else None
+    reason = cannot_be_copied({name: views[name] for name in ("q", "k", "v")}) if rung.persistent else None
     if reason is None:
         return rung
     if named is not None:

@@ -69,6 +69,12 @@ def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
     return _records(spec, shape, tile) if rung.persistent else _sequences(spec, shape, tile, rung.planned, rung.by_key)
 
 
+def backward_blocks(shape: Shape, by_key: Tables, by_query: Tables, at_once: int) -> tuple[int, int, int]:
+    """Of Hopper's kernels of the backward pass: a block a query tile, as many as run at once, a block a query tile."""
+    of_queries = blocks(shape, by_query)
+    return of_queries, min(blocks(shape, by_key, by_key=True), at_once), of_queries
+
+
 def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[int, ...]:
     """Sequence of source/params.h, but for where its offsets are."""
     return (
@@ -224,6 +230,35 @@ def backward(call: Any, arrays_of: dict[str, View]) -> Structure:
     return full  # type: ignore[no-any-return]
 
 
+def backward_launch(
+    full: Any, spec: Attention, shape: Shape, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes]
+) -> Structure:
+    """Launch of source/sm90_backward.h around Backward, but for its workspace and its count.
+
+    at: where the tables by query are. Key tiles of several heads take turns, as many as stay in a GPU's cache.
+    """
+    made: Any = structs.aligned(structs.backward_launch_type(len(full.params.arrays)))
+    for name, encoded in maps.items():
+        setattr(made, name, structs.TensorMapBytes.from_buffer_copy(encoded))
+    made.backward = full
+    made.offsets, made.runs = at + 4 * by_query.offsets_at, at + 4 * by_query.runs_at
+    fields = dict(zip(structs.SEQUENCE_FIELDS, by_query.numbers[: len(structs.SEQUENCE_FIELDS)].tolist(), strict=True))
+    made.offsets_batch, made.offsets_head = fields["offsets_batch"], fields["offsets_head"]
+    made.q_tiles, made.items = by_query.tiles, blocks(shape, by_key, by_key=True)
+    heads = shape.heads_k * shape.batch
+    of_head = 4 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v) // 2
+    made.section = min(heads, max(1, _L2_SHARE // of_head))
+    made.sections = max(1, heads // made.section)
+    made.binary_scale = LOG2_E * (full.params.scale if spec.raw_scores else 1)
+    return made  # type: ignore[no-any-return]
+
+
+def workspace(shape: Shape, tile: Tile) -> dict[str, int]:
+    """How many numbers of 4 bytes Hopper's backward pass needs beside its results."""
+    tiles = shape.batch * shape.heads * -(-shape.n_q // tile.q)
+    return {"rows": tiles * 2 * tile.q, "sums": tiles * tile.q * -(-shape.d // 64) * 64, "turns": tiles * 2}
+
+
 def launch(
     call: Any, spec: Attention, shape: Shape, made: Tables, maps: dict[str, bytes], next_item: int, at_once: int
 ) -> Structure:
@@ -284,12 +319,12 @@ def _sections(shape: Shape, made: Tables, at_once: int) -> tuple[int, int]:
 def tensor_maps(
     operands: dict[str, View], dtype: str, tile: Tile, table: Table | None = None, loaded: Sequence[View] = ()
 ) -> dict[str, TensorMap]:
-    """q, k and v as TMA loads them: (d, n, heads, batch), a part of the columns of one tile at a time.
+    """q, k, v and d_out, those that there are, as TMA loads them: (d, n, heads, batch), a part of a tile's columns.
 
     table: an array among those that the variant loads of which tiles come along: (keys, queries, other, other).
     """
-    rows = {"q": tile.q, "k": tile.k, "v": tile.k}
-    maps = {name: _tensor_map(operands[name], dtype, count) for name, count in rows.items()}
+    rows = {"q": tile.q, "k": tile.k, "v": tile.k, "d_out": tile.q}
+    maps = {name: _tensor_map(operands[name], dtype, count) for name, count in rows.items() if name in operands}
     if table is not None:
         maps["table"] = _table_map(loaded[table.slot], table, tile)
     return maps
@@ -317,8 +352,7 @@ def _bytes_of_steps(view: View) -> tuple[int, ...]:
 
 def cannot_be_copied(operands: dict[str, View]) -> str | None:
     """Why TMA cannot load these arrays."""
-    for name in ("q", "k", "v"):
-        view = operands[name]
+    for name, view in operands.items():
         if view.address % 16:
             return f"{name} does not begin at a multiple of 16 bytes"
         for step in _bytes_of_steps(view):

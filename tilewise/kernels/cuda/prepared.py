@@ -13,7 +13,7 @@ from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
-from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, BACKWARD_SM90, REFINE, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
 from tilewise.spec import Attention, Shape, Tile
@@ -163,16 +163,49 @@ def prepare_backward(
         blocks = marshal.blocks(shape, tables, rung.by_key)
         if blocks == 0:
             continue
-        source, slots = assembled(rung, spec, shape, fitting, slope=score_slopes(spec)[S])
-        place = {id(slot.array): i for i, slot in enumerate(slots)}
-        order = [place[id(slot.array)] for slot in spec.loaded]
-        in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
-        operands = {name: views[name] for name in _OPERANDS}
-        call = marshal.params(spec, shape, tables, numbers.data_ptr(), operands, None, in_order, source.constants)
-        full = marshal.backward(call, {name: views[name] for name in structs.BACKWARD_ARRAYS})
+        source, full, order = _backward_of(rung, spec, shape, fitting, views, loaded, tables, numbers)
         further = [getattr(type(full), name).offset // _WORD for name in structs.BACKWARD_ARRAYS]
         made.append(Prepared(device, source, blocks, full, [*_places(full, order, False), *further], numbers))
     return made
+
+
+def prepare_backward_sm90(
+    spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
+) -> list[Prepared]:
+    """Hopper's kernels of a backward pass, as above; addresses of structs.WORKSPACE follow."""
+    gpu.ensure_context(device)
+    tile = BACKWARD_SM90[0].TILE
+    by_key, numbers = launcher.tables_on(device, spec, shape, tile, BACKWARD_SM90[0])
+    by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
+    given = {name: views[name] for name in structs.BACKWARD_MAPS}
+    maps = {name: x.encoded() for name, x in marshal.tensor_maps(given, shape.dtype, tile).items()}
+    counts = marshal.backward_blocks(shape, by_key, by_query, gpu.multiprocessors(device))
+    made = []
+    for rung, blocks in zip(BACKWARD_SM90, counts, strict=True):
+        source, full, order = _backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers)
+        launch = marshal.backward_launch(full, spec, shape, by_key, by_query, numbers_by_query.data_ptr(), maps)
+        inner, kind = type(launch).backward.offset, type(full)
+        further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
+        further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
+        mapped = [0, 1, 2, len(_OPERANDS) + len(order)]  # q, k, v and d_out
+        places = [place + inner // _WORD for place in _places(full, order, False)]
+        tables = numbers, numbers_by_query
+        made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, mapped=mapped))
+    return made
+
+
+def _backward_of(
+    rung: Rung, spec: Attention, shape: Shape, tile: Tile, views: dict[str, View], loaded: Sequence[View],
+    tables: Tables, numbers: Any,
+) -> tuple[Source, Any, list[int]]:  # fmt: skip
+    """A kernel's source and its Backward; and the places of the loaded arrays in it."""
+    source, slots = assembled(rung, spec, shape, tile, tables=False, slope=score_slopes(spec)[S])
+    place = {id(slot.array): i for i, slot in enumerate(slots)}
+    order = [place[id(slot.array)] for slot in spec.loaded]
+    in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
+    operands = {name: views[name] for name in _OPERANDS}
+    call = marshal.params(spec, shape, tables, numbers.data_ptr(), operands, None, in_order, source.constants)
+    return source, marshal.backward(call, {name: views[name] for name in structs.BACKWARD_ARRAYS}), order
 
 
 def _refining(

@@ -1,4 +1,5 @@
-"""The structures that kernels take, field by field as in source/params.h, items.h, sm90.h, backward.h and refine.cu."""
+"""The structures that kernels take, field by field as in source/params.h, items.h, sm90.h, backward.h, sm90_backward.h
+and refine.cu."""
 
 from __future__ import annotations
 
@@ -84,6 +85,30 @@ def backward_type(n_arrays: int) -> type[Structure]:
         _fields_ = [("params", params_type(n_arrays)), *((name, Array) for name in BACKWARD_ARRAYS)]
 
     return Backward
+
+
+BACKWARD_MAPS = ("q", "k", "v", "d_out")
+WORKSPACE = ("rows", "sums", "turns")
+
+
+@cache
+def backward_launch_type(n_arrays: int) -> type[Structure]:
+    """What Hopper's backward kernels take: Launch of source/sm90_backward.h, with Backward inside."""
+
+    class BackwardLaunch(Structure):
+        _fields_ = [
+            *((name, TensorMapBytes) for name in BACKWARD_MAPS),
+            ("backward", backward_type(n_arrays)),
+            *((name, c_void_p) for name in ("offsets", "runs")),
+            *((name, c_int32) for name in ("offsets_batch", "offsets_head")),
+            *((name, c_void_p) for name in WORKSPACE),
+            ("q_tiles", c_int32),
+            ("next_item", c_void_p),
+            *((name, c_int32) for name in ("items", "section", "sections")),
+            ("binary_scale", c_float),
+        ]  # fmt: skip
+
+    return BackwardLaunch
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewise.kernels.cuda.rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.structs import MAX_ARRAYS, MAX_RANK
 from tilewise.kernels.cuda.sums import MOST_POSITIONS
 from tilewise.spec import Attention, Shape
@@ -11,8 +12,12 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def unsupported(spec: Attention, shape: Shape, rung: str | None = None) -> str | None:
     """Why not this call, by any kernel of the ladder, or by that one."""
-    if shape.backward and rung not in (None, "tiled"):
+    if shape.backward and rung == "naive":
         return "it has no backward pass; 'tiled' has one"
+    if shape.backward and rung == "forward_sm90":
+        reason = BACKWARD_SM90[0].unsupported(shape) if spec.lengths is None else "it takes no packed sequences"
+        if reason is not None:
+            return f"of the backward pass, {reason}; 'tiled' has one for all"
     if shape.backward and spec.wanted:
         return "it sums up no gradients of arrays that a score reads; kernel='triton' does"
     if spec.rope is not None:

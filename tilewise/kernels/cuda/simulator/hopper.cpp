@@ -273,6 +273,15 @@ void bulk_add(void* to, uint32 from, int bytes, SourceLine where) {
     });
 }
 
+void bulk_store(void* to, uint32 from, int bytes, SourceLine where) {
+    check_bulk(from, to, bytes, where);
+    store_later(where, [=]() -> Write {
+        const unsigned char* read = async_read(from, size_t(bytes), where);
+        const std::vector<unsigned char> values(read, read + bytes);
+        return [=] { memcpy(to, values.data(), values.size()); };
+    });
+}
+
 void tma_store_commit() {
     Stores& mine = stores[size_t(current->number)];
     mine.groups.push_back(mine.open);

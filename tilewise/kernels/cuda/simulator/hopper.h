@@ -16,6 +16,7 @@ void tma_load(uint32 to, const void* map, uint32 bar, int rank, const int* at, S
 void tma_store(const void* map, uint32 from, int rank, const int* at, SourceLine where);
 void bulk_load(uint32 to, const void* from, int bytes, uint32 bar, SourceLine where);
 void bulk_add(void* to, uint32 from, int bytes, SourceLine where);
+void bulk_store(void* to, uint32 from, int bytes, SourceLine where);
 void tma_store_commit();
 void tma_store_wait(int groups, SourceLine where);
 void bulk_wait_done(int groups, SourceLine where);
@@ -73,6 +74,7 @@ inline void bulk_load(uint32 to, const void* from, int bytes, uint32 bar, CALLED
     simulator::bulk_load(to, from, bytes, bar, where);
 }
 inline void bulk_add(void* to, uint32 from, int bytes, CALLED_FROM) { simulator::bulk_add(to, from, bytes, where); }
+inline void bulk_store(void* to, uint32 from, int bytes, CALLED_FROM) { simulator::bulk_store(to, from, bytes, where); }
 inline void tma_store_commit() { simulator::tma_store_commit(); }
 template <int N> void tma_store_wait(CALLED_FROM) { simulator::tma_store_wait(N, where); }
 template <int N> void bulk_wait_done(CALLED_FROM) { simulator::bulk_wait_done(N, where); }

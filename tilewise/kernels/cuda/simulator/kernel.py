@@ -15,7 +15,7 @@ from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, structs, support
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import BACKWARD, RUNGS, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, BACKWARD_SM90, RUNGS, Rung
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import assembled
 from tilewise.softmax import d_sinks
@@ -52,7 +52,7 @@ class CudaSimKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        run = partial(_backward, tile=tile, order=self.order, seed=self.seed)
+        run = partial(_backward, named=self.rung, tile=tile, order=self.order, seed=self.seed)
         return host.run_backward(run, spec, q, k, v, saved, d_out, d_lse)
 
 
@@ -94,10 +94,13 @@ def _forward(
 
 
 def _backward(
-    spec: Attention, q: Array, k: Array, v: Array, saved: Partial, d_out: Array, d_lse: Array | None, tile: Tile | None,
-    order: Order, seed: int,
+    spec: Attention, q: Array, k: Array, v: Array, saved: Partial, d_out: Array, d_lse: Array | None,
+    named: Rung | None, tile: Tile | None, order: Order, seed: int,
 ) -> Grads:  # fmt: skip
-    """By the tiled kernels: d_q first, which leaves delta to the other."""
+    """By Hopper's kernels, or by the tiled ones, d_q first, which leaves delta to the other.
+
+    Those serve `forward_sm90` too where a wide gradient of the output makes all float32.
+    """
     dtype = "float32" if d_out.itemsize > q.itemsize else arrays.dtype_name(q)  # a wider gradient loses nothing
     given = {"q": q, "k": k, "v": v, "out": saved.out, "d_out": d_out}
     given = {name: _rows(arrays.narrow(arrays.widen(x, np.float32), dtype)) for name, x in given.items()}
@@ -108,7 +111,10 @@ def _backward(
     kept = {name: _walkable(x) for name, x in {**given, **made}.items()}
     views = {name: View.of_numpy(x) for name, x in kept.items()}
     shape = Shape.of(spec, given["q"], given["k"], given["v"])
-    for rung in BACKWARD:
+    by_hopper = named is RUNGS["forward_sm90"] and BACKWARD_SM90[0].unsupported(shape) is None
+    if by_hopper:
+        _launch_sm90(spec, shape, views, order, seed)
+    for rung in () if by_hopper else BACKWARD:
         fitting = rung.fitting(tile or rung.default_tile(spec, shape), shape)
         tables = marshal.tables(spec, shape, fitting, rung)
         blocks = marshal.blocks(shape, tables, rung.by_key)
@@ -129,6 +135,38 @@ def _backward(
                      for name, x in (("q", q), ("k", k), ("v", v)))  # fmt: skip
     of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], made["delta"])
     return Grads(d_q, d_k, d_v, of_sinks, ())
+
+
+def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int) -> None:
+    """Hopper's kernels of the backward pass, one after the other."""
+    tile = BACKWARD_SM90[0].TILE
+    by_key, by_query = (marshal.tables(spec, shape, tile, rungs[0]) for rungs in (BACKWARD_SM90, BACKWARD))
+    space = {
+        name: np.full(count, -1, np.int32) for name, count in marshal.workspace(shape, tile).items()
+    }  # NaN, as floats
+    count = np.zeros(1, np.int32)
+    maps = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)
+    for rung, blocks in zip(
+        BACKWARD_SM90, marshal.backward_blocks(shape, by_key, by_query, MULTIPROCESSORS), strict=True
+    ):
+        text, slots = assembled(rung, spec, shape, tile, simulator.headers(), False, score_slopes(spec)[S])
+        loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
+        operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
+        call = marshal.params(
+            spec, shape, by_key, int(by_key.numbers.ctypes.data), operands, None, [View.of_numpy(x) for x in loaded],
+            text.constants,
+        )  # fmt: skip
+        full = marshal.backward(call, {name: views[name] for name in structs.BACKWARD_ARRAYS if name in views})
+        made: Any = marshal.backward_launch(
+            full, spec, shape, by_key, by_query, int(by_query.numbers.ctypes.data),
+            {name: bytes(x.simulated()) for name, x in maps.items()},
+        )  # fmt: skip
+        for name, numbers in space.items():
+            setattr(made, name, int(numbers.ctypes.data))
+        made.next_item = int(count.ctypes.data)
+        simulator.compile_source(text.text).launch(
+            made, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
+        )
 
 
 def _rows(x: Array) -> Array:

@@ -67,7 +67,11 @@ INLINE void bulk_load(uint32 to, const void* from, int bytes, uint32 bar) {
                  "l"(from), "r"(bytes), "r"(bar)
                  : "memory");
 }
-// Adds float32 numbers of shared memory to those in global memory; it is in a group, as stores are.
+// The way back; it is in a group, as stores of tiles are.
+INLINE void bulk_store(void* to, uint32 from, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+// Adds float32 numbers of shared memory to those in global memory; it is in a group too.
 INLINE void bulk_add(void* to, uint32 from, int bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                  "r"(bytes)

@@ -2,13 +2,8 @@
 #pragma once
 
 #include "items.h"
+#include "sm90_tiles.h"
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// Tiles lie in shared memory as the copy engine swizzles them: parts of 64 columns, whose rows have 128 bytes.
-constexpr int PART = 64, ROW_BYTES = 128;
-constexpr int Q_PARTS = ceil_div(D, PART), V_PARTS = ceil_div(D_V, PART);
-constexpr int DEPTH = ceil_div(D, 16) * 16, COLUMNS = ceil_div(D_V, 16) * 16;  // as wgmma takes them; what is beyond is 0
 constexpr int Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, K_BYTES = TILE_K * Q_PARTS * ROW_BYTES,
               V_BYTES = TILE_K * V_PARTS * ROW_BYTES;
 // A tile of the table, if there is one, comes with each tile of keys: of all its queries, in parts of 128 bytes a row.
@@ -28,18 +23,6 @@ struct Launch {  // as in ../structs.py
 };
 
 constexpr int ITEMS = 4;  // one is stored, one computed, one loaded and one made ready at a time
-
-// Where a pipeline stands: a stage, and the parity of its barriers' phase.
-template <int N> struct Ring {
-    int stage = 0;
-    uint32 parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == N) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 struct Shared {
     uint32 base;

@@ -202,23 +202,3 @@ __device__ __forceinline__ Finished finished(float row_max, float row_sum, float
     const float larger = fmaxf(lse, sink), joint = larger + log1pf(expf(fminf(lse, sink) - larger));
     return {expf(lse - joint) * weight, joint};
 }
-
-// Thread i of a quad has words i of four groups of four; after this it has group i.
-__device__ __forceinline__ void transpose_in_quad(uint32 (&words)[4], int i) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-        const bool upper = i & step;
-        const int other = 3 - step;
-#pragma unroll
-        for (int j = 0; j <= other; j += other) {  // pairs j, j + step
-            uint32& low = words[j];
-            uint32& high = words[j + step];
-            const uint32 given = __shfl_xor_sync(~0u, upper ? low : high, step);
-            if (upper) low = given;
-            else high = given;
-        }
-    }
-}
-__device__ __forceinline__ void store_16_bytes(Element* to, const uint32 (&words)[4]) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
-}

@@ -1,0 +1,43 @@
+// After Hopper's backward pass: d_q from its sums, which lie as threads held them. A block has a query tile of one head; 128
+// threads have half of its columns, each with the numbers that it would hold as a consumer.
+#include "device.h"
+#include "config.h"
+#include "params.h"
+#include "element.h"
+#include "operations.h"
+#include "variant.h"
+#include "softmax.h"
+#include "backward.h"
+#include "hopper.h"
+#include "sm90_backward.h"
+
+extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constant__ Launch launch) {
+    const Params& params = launch.backward.params;
+    const int tile = blockIdx.x % launch.q_tiles, head = blockIdx.x / launch.q_tiles;
+    const int b = head / params.heads, h = head % params.heads;
+    const int half = threadIdx.x / 128, lane = threadIdx.x % 32, quarter = lane % 4;
+    const int64 at = tile_of(launch, b, h, tile) * 2 + half;
+    const bool any = launch.turns[at] > 0;  // else the query tile met no key tile, and nothing was stored
+    const float4* const sums = reinterpret_cast<const float4*>(launch.sums + at * (HALF_BYTES / 4)) + threadIdx.x % 128;
+    float4 held[HALF / 8];
+#pragma unroll
+    for (int n = 0; n < HALF / 8; n++) held[n] = any ? sums[n * 128] : make_float4(0, 0, 0, 0);
+#pragma unroll
+    for (int lower = 0; lower < 2; lower++) {
+        const int query = tile * TILE_Q + threadIdx.x / 32 % 4 * 16 + lane / 4 + lower * 8;
+        Element* const row = row_of<Element>(launch.backward.d_q, b, h, query);
+#pragma unroll
+        for (int n = 0; n < HALF / 8; n += 4) {
+            uint32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float4& x = held[n + i];
+                words[i] = lower ? hw::packed<Element>(x.z * params.scale, x.w * params.scale)
+                                 : hw::packed<Element>(x.x * params.scale, x.y * params.scale);
+            }
+            transpose_in_quad(words, quarter);
+            const int column = half * HALF + (n + quarter) * 8;
+            if (query < params.sequences[0].n_q && column < D) store_16_bytes(row + column, words);
+        }
+    }
+}

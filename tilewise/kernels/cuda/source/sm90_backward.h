@@ -1,0 +1,152 @@
+// What the kernels of Hopper's backward pass share: what they are told, shared memory and its barriers, and which query
+// tiles a key tile meets.
+#pragma once
+
+#include "sm90_tiles.h"
+
+constexpr int K_BYTES = TILE_K * Q_PARTS * ROW_BYTES, V_BYTES = TILE_K * V_PARTS * ROW_BYTES,
+              Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, O_BYTES = TILE_Q * V_PARTS * ROW_BYTES,
+              S_BYTES = TILE_K * ROW_BYTES, ROWS_BYTES = TILE_Q * 4;
+constexpr int HALF = Q_PARTS * PART / 2;  // columns of d_q that a warpgroup computes
+constexpr int HALF_BYTES = TILE_Q * HALF * 4;
+constexpr int WARPGROUPS = TILE_K / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
+static_assert(TILE_Q == PART && WARPGROUPS == 2, "scores of a key are one row of 128 bytes, and d_q has two halves");
+
+struct Launch {  // as in ../structs.py
+    TensorMap q, k, v, d_out;
+    Backward backward;  // its plan is by keys
+    const int* offsets;  // the same plan by queries
+    const Run* runs;
+    int offsets_batch, offsets_head;
+    float* rows;  // of each query tile of each head: what exponents are shifted by, as powers of 2, then delta
+    float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
+    int* turns;  // of each half of them: how many key tiles were added
+    int q_tiles;
+    int* next_item;
+    int items, section, sections;  // as in sm90.h, of key tiles and key heads
+    float binary_scale;
+};
+
+// A query tile of one head, in the count of all.
+__device__ __forceinline__ int64 tile_of(const Launch& launch, int b, int h, int tile) {
+    return (int64(b) * launch.backward.params.heads + h) * launch.q_tiles + tile;
+}
+
+// The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
+// same way, so that each comes to a query tile after those before it did.
+struct Visits {
+    const Params& params;
+    int b, j, h, last_head;
+    int run, first_run, tile, first, kind;
+
+    __device__ __forceinline__ Visits(const Params& params, int b, int hk, int j)
+        : params(params), b(b), j(j), h(hk * params.group - 1), last_head((hk + 1) * params.group - 1), run(0), first_run(0),
+          tile(0), first(0), kind(EMPTY) {}
+    __device__ __forceinline__ bool next() {
+        while (tile == first) {
+            while (run == first_run) {
+                if (h == last_head) return false;
+                h++;
+                const Sequence& sequence = params.sequences[0];
+                const int* offsets = params.offsets + sequence.offsets + int64(b) * sequence.offsets_batch +
+                                     int64(h) * sequence.offsets_head + j;
+                first_run = offsets[0];
+                run = offsets[1];
+            }
+            const Run now = params.runs[--run];
+            first = now.first;
+            tile = now.last;
+            kind = now.kind;
+        }
+        tile--;
+        return true;
+    }
+};
+
+__device__ __forceinline__ int count_of(Visits at) {
+    int count = 0;
+    while (at.next()) {
+        count += at.tile + 1 - at.first;
+        at.tile = at.first;
+    }
+    return count;
+}
+
+// How many key tiles before this one meet the query tile.
+__device__ __forceinline__ int turn_of(const Launch& launch, const Visits& at) {
+    const int* offsets = launch.offsets + int64(at.b) * launch.offsets_batch + int64(at.h) * launch.offsets_head + at.tile;
+    int before = 0;
+    for (int r = offsets[0]; r < offsets[1]; r++) {
+        const Run run = launch.runs[r];
+        before += max(min(at.j, run.last) - run.first, 0);
+    }
+    return before;
+}
+
+struct Shared {
+    uint32 base;
+    unsigned char* memory;
+
+    static constexpr int V = K_STAGES * K_BYTES, Q = V + V_BYTES, D_OUT = Q + 2 * Q_BYTES, D_S = D_OUT + 2 * O_BYTES,
+                         D_Q = D_S + 2 * S_BYTES, SHIFT = D_Q + 2 * HALF_BYTES, DELTA = SHIFT + 2 * ROWS_BYTES,
+                         BARRIERS = DELTA + 2 * ROWS_BYTES, ITEM = BARRIERS + 128, MEETING = ITEM + 64, END = BARRIERS + 256;
+
+    __device__ __forceinline__ explicit Shared(unsigned char* given) {
+        const uint32 at = hw::shared_address(given);
+        base = (at + 1023) & ~1023u;  // what 128-byte swizzling needs
+        memory = given + (base - at);
+    }
+    __device__ __forceinline__ uint32 k(int stage) const { return base + stage * K_BYTES; }
+    __device__ __forceinline__ uint32 v() const { return base + V; }
+    __device__ __forceinline__ uint32 q(int stage) const { return base + Q + stage * Q_BYTES; }
+    __device__ __forceinline__ uint32 d_out(int stage) const { return base + D_OUT + stage * O_BYTES; }
+    __device__ __forceinline__ uint32 d_s(int stage) const { return base + D_S + stage * S_BYTES; }
+    __device__ __forceinline__ uint32 d_q(int half) const { return base + D_Q + half * HALF_BYTES; }
+    __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
+    __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
+
+    // The key tile at hand, of each stage of k: which one of which key head, and how many query tiles it meets; -1 if there
+    // are no more. And the query tile at hand, of each stage of q.
+    struct Item {
+        int j, b, hk, visits;
+    };
+    struct Meeting {
+        int tile, h, kind, unused;
+    };
+    static_assert(2 * sizeof(Item) <= MEETING - ITEM && 2 * sizeof(Meeting) <= END - MEETING, "both have room");
+    __device__ __forceinline__ volatile Item& item(int stage) const {
+        return reinterpret_cast<volatile Item*>(memory + ITEM)[stage];
+    }
+    __device__ __forceinline__ volatile Meeting& meeting(int stage) const {
+        return reinterpret_cast<volatile Meeting*>(memory + MEETING)[stage];
+    }
+
+    __device__ __forceinline__ uint32 barrier(int i) const { return base + BARRIERS + 8 * i; }
+    __device__ __forceinline__ uint32 v_full() const { return barrier(0); }
+    __device__ __forceinline__ uint32 v_free() const { return barrier(1); }
+    __device__ __forceinline__ uint32 k_full(int stage) const { return barrier(2 + stage); }
+    __device__ __forceinline__ uint32 k_free(int stage) const { return barrier(4 + stage); }
+    __device__ __forceinline__ uint32 q_full(int stage) const { return barrier(6 + stage); }
+    __device__ __forceinline__ uint32 q_free(int stage) const { return barrier(8 + stage); }
+    __device__ __forceinline__ uint32 d_out_full(int stage) const { return barrier(10 + stage); }
+    __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(12 + stage); }
+
+    __device__ __forceinline__ void init_barriers() const {
+        hw::mbarrier_init(v_full(), 1);
+        hw::mbarrier_init(v_free(), CONSUMER_WARPS);
+        for (int stage = 0; stage < K_STAGES; stage++) {
+            hw::mbarrier_init(k_full(stage), 1);
+            hw::mbarrier_init(k_free(stage), CONSUMER_WARPS + 3);  // and who else reads the item: the loader of v, two storers
+        }
+        for (int stage = 0; stage < 2; stage++) {
+            hw::mbarrier_init(q_full(stage), 1);
+            hw::mbarrier_init(q_free(stage), CONSUMER_WARPS);
+            hw::mbarrier_init(d_out_full(stage), 1);
+            hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS);
+        }
+        hw::fence_mbarrier_init();
+    }
+
+    // Named barriers: all consumers have written d_s; a warpgroup's half of d_q is written, or was read.
+    static constexpr int D_S_WRITTEN = 1, D_Q_WRITTEN = 2, D_Q_READ = 4;
+};
