@@ -26,7 +26,7 @@ from tilewise.validate import Call
 
 pytestmark = needs_compiler
 
-FILES = ("forward_sm90.cu", "sm90.h", "sm90_producer.h", "sm90_softmax.h")
+FILES = ("forward_sm90.cu", "sm90.h", "sm90_tiles.h", "sm90_producer.h", "sm90_softmax.h")
 TILE = Tile(128, 16)  # two warpgroups; few keys, so that there are many tiles and little to compile
 WRONG = "a wrong result"
 
