@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ def test_every_choice_has_room(d: int, dtype: str, limit: int, monkeypatch: pyte
             choice = tuning.chosen(kind, spec, shape)
             is_least = choice.tile == Tile(16, 16) and choice.stages == 1
             assert is_least or tuning.fits(kind, choice, spec, shape, limit)
+
+
+@pytest.mark.parametrize("tile", [None, Tile(64, 16), Tile(128, 32), Tile(16, 64), Tile(32, 128)])
+@pytest.mark.parametrize("limit", [227 << 10, 99 << 10, 64 << 10])
+def test_64_rows_are_multiplied_with_wide_matrices(
+    tile: Tile | None, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "shared_memory", lambda device: limit)
+    for kind, d, spec in product(Pass, (16, 64, 128, 256, 512), (Attention(1.0), BIAS)):
+        found = tuning.chosen(kind, spec, Shape(1, 2, 2, 256, 256, d, d, "float16"), tile).tile
+        assert kind is Pass.D_KEYS or found.q < 64 or found.k >= 64
+        assert kind not in (Pass.D_KEYS, Pass.ARRAYS) or found.k < 64 or found.q >= 64
+    assert fitting.padded(24, "bfloat16") == 64 and fitting.padded(24, "float32") == 32
+    assert fitting.padded(80, "float16") == 128
 
 
 def test_what_has_no_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.fitting import power_of_2
+from tilewise.kernels.triton.fitting import padded
 from tilewise.kernels.triton.tables import sequences, tables
 from tilewise.pytorch import graphs
 from tilewise.pytorch.constants import constant_on
@@ -138,9 +138,14 @@ def maps(spec: Attention, rows: int, **given: Any) -> dict[str, Any]:
     """
     suits = spec.lengths is None and spec.rope is None and all(map(suits_copy_engine, given.values()))
     return {
-        f"{name}_map": TensorDescriptor.from_tensor(x, [1, 1, rows, *map(power_of_2, x.shape[3:])]) if suits else None
+        f"{name}_map": TensorDescriptor.from_tensor(x, [1, 1, rows, *_columns(x)]) if suits else None
         for name, x in given.items()
     }
+
+
+def _columns(x: Any) -> list[int]:
+    """Of a head; of one number a row, none."""
+    return [padded(d, arrays.dtype_name(x)) for d in x.shape[3:]]
 
 
 def suits_copy_engine(x: Any) -> bool:
@@ -173,7 +178,7 @@ def sizes(shape: Shape, tile: Tile) -> dict[str, Any]:
     is_wide = modules.is_interpreted() or shape.dtype == "float32"
     return {
         "TILE_Q": tile.q, "TILE_K": tile.k, "D": shape.d, "D_V": shape.d_v,
-        "DEPTH": power_of_2(shape.d), "COLUMNS": power_of_2(shape.d_v),
+        "DEPTH": padded(shape.d, shape.dtype), "COLUMNS": padded(shape.d_v, shape.dtype),
         "DOT": tl.float32 if is_wide else getattr(tl, shape.dtype),
         "PRECISION": "ieee" if shape.dtype == "float32" else "tf32",
     }  # fmt: skip

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 HOPPER = 227 << 10  # bytes
 LEAST = 16  # rows or columns, as tensor cores take a matrix
+# In half precision matrices are as wide as this where 64 rows or more are multiplied. Hopper has instructions of its own
+# for those; kernels with narrower ones, as Triton 3.6 compiles them, now and then read memory that is not theirs
+# (triton-lang/triton, issue 11366).
+WIDE = 64
 _WIDTH = {"float16": 2, "bfloat16": 2, "float32": 4}
 _CELL = {
     "bool": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "float16": 2, "bfloat16": 2, "int64": 8, "float64": 8,
@@ -35,7 +39,7 @@ class Held(NamedTuple):
 class Sizes(NamedTuple):
     """What of a call decides how much room it takes."""
 
-    d: int  # up to a power of 2
+    d: int  # padded
     d_v: int
     width: int  # bytes of a number
     cells: int  # bytes that the variant reads for each score
@@ -43,7 +47,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, spec: Attention, shape: Shape) -> Sizes:
-        d, d_v = power_of_2(shape.d), power_of_2(shape.d_v)
+        d, d_v = padded(shape.d, shape.dtype), padded(shape.d_v, shape.dtype)
         return cls(d, d_v, _WIDTH[shape.dtype], _cells(spec), 0 if spec.rope is None else 4 * d)
 
 
@@ -116,6 +120,11 @@ def _of_pairs(node: Expr) -> bool:
 def power_of_2(n: int) -> int:
     """As wide as tensor cores take a matrix, at least."""
     return max(LEAST, 1 << (n - 1).bit_length())
+
+
+def padded(d: int, dtype: str) -> int:
+    """A head's columns in a kernel."""
+    return power_of_2(d) if dtype == "float32" else max(WIDE, power_of_2(d))
 
 
 @cache

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from tilewise.kernels.triton import tuned
-from tilewise.kernels.triton.fitting import LEAST, Held, fitted, power_of_2, shared_bytes, shared_memory
+from tilewise.kernels.triton.fitting import LEAST, WIDE, Held, fitted, power_of_2, shared_bytes, shared_memory
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.spec import Attention, Shape, Tile
 
@@ -92,10 +92,19 @@ def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) 
         found = _INTERPRETED
     else:
         found = fitted(_entry(kind, shape), spec, shape, _HELD[kind], shared_memory(shape.device))
-    if tile is None:
-        return found
-    fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
-    return Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
+    if tile is not None:
+        fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
+        found = Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
+    return found if shape.dtype == "float32" or is_interpreted() else _wide_enough(kind, found)
+
+
+def _wide_enough(kind: Pass, choice: Choice) -> Choice:
+    """With fewer rows where they would be multiplied with narrow matrices (fitting.WIDE)."""
+    q, k = choice.tile.q, choice.tile.k
+    narrow_k, narrow_q = q >= WIDE > k and kind is not Pass.D_KEYS, k >= WIDE > q and kind in (Pass.D_KEYS, Pass.ARRAYS)
+    if not (narrow_k or narrow_q):
+        return choice
+    return Choice(Tile(min(q, WIDE // 2), min(k, WIDE // 2)), 4, choice.stages)
 
 
 def distances() -> int:

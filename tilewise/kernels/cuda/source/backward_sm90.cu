@@ -129,10 +129,12 @@ __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared
                 float* const to = launch.sums + (tile * 2 + half) * (HALF_BYTES / 4);
                 while (hw::load_acquire(launch.turns + tile * 2 + half) != turn) {
                 }
+                hw::fence_async_global();
                 if (turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
                 else hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
                 hw::tma_store_commit();
                 hw::bulk_wait_done<0>();
+                hw::fence_async_global();
                 hw::add_release(launch.turns + tile * 2 + half, 1);
             }
             __syncwarp();

@@ -91,6 +91,8 @@ INLINE int load_acquire(const int* at) {
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
     return value;
 }
+// Between such a number and what the copy engine does in global memory.
+INLINE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 INLINE void add_release(int* at, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
