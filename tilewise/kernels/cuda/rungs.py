@@ -261,7 +261,12 @@ class BackwardSm90:
         k, v, q, d_out = tile.k * q_parts, tile.k * v_parts, tile.q * q_parts, tile.q * v_parts  # rows of 128 bytes
         rest = 128 * (v + 2 * q + 2 * d_out + 2 * tile.k) + 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + 256 + 1024
         stages = 2 if rest + 2 * 128 * k <= ForwardSm90.SHARED else 1
-        return {"K_STAGES": stages, "SHARED_BYTES": rest + stages * 128 * k}
+        # Products of wide heads leave the producer few registers.
+        consumer, producer = (232, 40) if max(q_parts, v_parts) == 1 else (240, 24)
+        return {
+            "K_STAGES": stages, "SHARED_BYTES": rest + stages * 128 * k, "CONSUMER_REGISTERS": consumer,
+            "PRODUCER_REGISTERS": producer,
+        }  # fmt: skip
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         if self is not BACKWARD_SM90[1]:

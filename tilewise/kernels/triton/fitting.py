@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HOPPER = 227 << 10  # bytes
 LEAST = 16  # rows or columns, as tensor cores take a matrix
-# In half precision matrices are as wide as this where 64 rows or more are multiplied. Hopper has instructions of its own
+# In half precision matrices are as wide as this where 64 rows or more are multiplied. Hopper has its own instructions
 # for those; kernels with narrower ones, as Triton 3.6 compiles them, now and then read memory that is not theirs
 # (triton-lang/triton, issue 11366).
 WIDE = 64

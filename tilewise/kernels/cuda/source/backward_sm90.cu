@@ -440,13 +440,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     __syncthreads();
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
     if (warpgroup == 0) {
-        hw::registers_give_back<24>();
+        hw::registers_give_back<PRODUCER_REGISTERS>();
         const int warp = threadIdx.x / 32;
         if (threadIdx.x == 0) load_keys_and_queries(launch, shared);
         if (threadIdx.x == 32) load_values(launch, shared);
         if (warp >= 2) store_d_query(launch, shared, warp - 2);
     } else {
-        hw::registers_take<240>();
+        hw::registers_take<CONSUMER_REGISTERS>();
         Consumer(launch, shared, warpgroup - 1).run();
     }
 }
