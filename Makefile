@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize sanitize-gpu pictures clean
+.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize prove-gpu pictures clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
@@ -15,7 +15,7 @@ help:
 	@echo "make kernels   compile the common CUDA kernels ahead (NVRTC or nvcc), for the next wheel"
 	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
 	@echo "make sanitize  the native library under AddressSanitizer, UBSan and ThreadSanitizer"
-	@echo "make sanitize-gpu  the CUDA kernels under compute-sanitizer, on a GPU"
+	@echo "make prove-gpu  what needs a GPU: its tests, compute-sanitizer, random calls"
 	@echo "make pictures  draw the figures and write the tables of the docs again"
 	@echo "make clean     remove .venv, caches and what was built"
 
@@ -73,15 +73,9 @@ sanitize: $(VENV)/.test
 	$(BIN)/python tests/sanitize.py address,undefined $(SANITIZE_TESTS)
 	$(BIN)/python tests/sanitize.py thread $(SANITIZE_TESTS)
 
-# A representative set: every way in which the Hopper kernel works, and some of the others. Each tool runs for a minute or two.
-SANITIZE_GPU_TESTS ?= (forward_sm90 and several) or (forward_sm90 and head and of) or (packed and bfloat16) or (tiled and grouped)
-
-sanitize-gpu: library
-	@for tool in memcheck racecheck synccheck initcheck; do \
-	  echo "== $$tool"; \
-	  $(ONE_THREAD) compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 1 \
-	    $(BIN)/python -m pytest -q -m gpu -p no:cacheprovider tests/conformance -k "$(SANITIZE_GPU_TESTS)" || exit 1; \
-	done
+# What CI has no machine for: the tests that need a GPU, compute-sanitizer's tools on some of them, random calls.
+prove-gpu: library
+	$(BIN)/python tests/prove_gpu.py build/proof
 
 pictures: $(VENV)/.test
 	$(BIN)/python docs/figures.py

@@ -1,0 +1,125 @@
+"""What CI cannot check, on a machine with an NVIDIA GPU: `make prove-gpu`, or `python tests/prove_gpu.py build/proof`.
+
+The tests that need a GPU, four tools of compute-sanitizer on a representative set of them, and random calls. Each is a
+process of its own with a log in the folder; a line tells how it ended. Speed is not measured: they share the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+# Every way in which the Hopper kernels work, and some of the others; each tool takes a minute or two.
+SANITIZED = (
+    "(forward_sm90 and ((several and (full or causal or document or bias)) or (head and once)"
+    " or (packed and bfloat16 and causal))) or ((tiled or naive) and grouped and once)"
+)
+MERCY = 20.0  # seconds in which a process that was told to stop says what it found
+
+
+@dataclass(frozen=True)
+class Proof:
+    name: str
+    command: tuple[str, ...]
+
+
+def tests(jobs: int) -> Proof:
+    spread = ("-n", str(jobs)) if find_spec("xdist") is not None else ()
+    return Proof("tests", (*_PYTEST, *spread, "--tb=short", "--show-capture=no", "tests"))
+
+
+def sanitizers() -> list[Proof]:
+    options = ("--report-api-errors", "no", "--error-exitcode", "1")
+    return [
+        Proof(tool, ("compute-sanitizer", "--tool", tool, *options, *_PYTEST, "tests/conformance", "-k", SANITIZED))
+        for tool in TOOLS
+    ]
+
+
+def random_calls(jobs: int, cases: int) -> list[Proof]:
+    counts = ("--cases", str(cases), "--jobs", str(jobs))
+    return [
+        Proof(f"fuzz-{kernel}", (sys.executable, "tests/fuzz.py", "--kernel", kernel, *counts))
+        for kernel in ("cuda", "triton")
+    ]
+
+
+# Another plugin of pytest may refuse to run beside others.
+_PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark")
+
+
+def run(proofs: Sequence[Proof], folder: Path, patience: float) -> bool:
+    """All at once; whether all held. What does not end in time is told to stop, and counts as failed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    began, running = time.monotonic(), []
+    for proof in proofs:
+        log = (folder / f"{proof.name}.txt").open("w")
+        process = subprocess.Popen(proof.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        running.append((proof, process, log))
+    held = True
+    for proof, process, log in running:
+        ended = _wait(process, patience - (time.monotonic() - began))
+        log.close()
+        held &= process.returncode == 0 and ended
+        how = "held" if process.returncode == 0 else f"failed ({process.returncode})"
+        print(f"{proof.name}: {how if ended else 'did not end'}, {time.monotonic() - began:.0f} s", flush=True)
+        for line in told((folder / f"{proof.name}.txt").read_text()):
+            print(f"  {line}", flush=True)
+    return held
+
+
+def _wait(process: subprocess.Popen[bytes], patience: float) -> bool:
+    try:
+        process.wait(max(patience, 0.1))
+        return True
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # pytest and the fuzz then tell what they have
+        try:
+            process.wait(MERCY)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return False
+
+
+_TELLING = re.compile(r"^(FAILED|ERROR|E   |=+ .*(passed|failed|SUMMARY)|\d+ (passed|failed)|\d+ cases in)|SUMMARY:")
+
+
+def told(log: str, most: int = 20) -> list[str]:
+    """The lines that count."""
+    return list(dict.fromkeys(line[:200] for line in log.splitlines() if _TELLING.search(line)))[-most:]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the logs go")
+    cores = max(1, (os.cpu_count() or 1) - len(TOOLS))
+    parser.add_argument("--jobs", type=int, default=cores, help="processes of tests and of random calls")
+    parser.add_argument("--cases", type=int, default=2000, help="random calls on each kernel system")
+    parser.add_argument("--patience", type=float, default=3600, help="seconds for the tests, and for the random calls")
+    options = parser.parse_args(arguments)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    checked = sanitizers()
+    if shutil.which("compute-sanitizer") is None:
+        print("compute-sanitizer is not installed (it comes with the CUDA toolkit): its tools are left out")
+        checked = []
+    held = run([tests(options.jobs), *checked], options.folder, options.patience)
+    for proof in random_calls(options.jobs, options.cases):
+        held &= run([proof], options.folder, options.patience)
+    return 0 if held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
