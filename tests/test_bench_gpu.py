@@ -20,7 +20,7 @@ from tests import fake_stage as fakes  # noqa: E402
 from tilewise import cli  # noqa: E402
 from tilewise.bench.gpu import cases, contestants, run, suite, targets, timing  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLASH_ORDERED, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
 from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients  # noqa: E402
 from tilewise.bench.gpu.timing import Settings  # noqa: E402
 from tilewise.cli import bench as command  # noqa: E402
@@ -55,7 +55,7 @@ def test_the_sections_are_what_the_command_offers() -> None:
     assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
         "forward": 36, "stress": 8, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
-        "units": 6, "triton": 18, "backward": 22, "decode": 3, "launch": 1,
+        "units": 6, "triton": 18, "backward": 22, "gradients": 24, "decode": 3, "launch": 1,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -186,6 +186,8 @@ def test_flash_attention_is_asked_in_its_own_layout(monkeypatch: pytest.MonkeyPa
     assert asked[0] == {"causal": True} and {"causal": True, "window_size": (256, 0)} in asked
     assert {"causal": True, "softcap": cases.CAP} in asked
     assert measure(small("bias"), FLASH)[FLASH]["status"] == "cannot express"
+    assert measure(replace(case, backward=True), FLASH_ORDERED)[FLASH_ORDERED]["status"] == "ok"
+    assert asked[-1] == {"causal": True, "deterministic": True}
 
 
 def test_without_flash_attention_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

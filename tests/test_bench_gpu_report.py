@@ -43,6 +43,9 @@ def folder(tmp_path: Path) -> Path:
         ("variants", "alibi: slowest case to FlexAttention", 1.2),
         ("variants", "softcap: slowest case to FlashAttention-4", 1 / 1.15),
         ("gqa", "grouped heads: slowest case to cuDNN", 1.0),
+        ("gradients", "gradients: geometric mean to the best peer", 1.0),
+        ("gradients", "gradients: slowest case to the best peer", 0.93),
+        ("gradients", "gradients: geometric mean to deterministic FlashAttention-4", 1.0),
     ],
 )
 def test_ratios_are_met_from_their_limit_on(section: str, what: str, limit: float) -> None:

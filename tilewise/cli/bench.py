@@ -40,6 +40,7 @@ GPU_SECTIONS = (
     "units",
     "triton",
     "backward",
+    "gradients",
     "decode",
     "launch",
 )

@@ -19,11 +19,13 @@ from tilewise.cache import Cache, KVCache, PagedKVCache
 CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention-4", "FlexAttention"
 SDPA, SDPA_CUDNN, SDPA_FLASH = "torch sdpa", "torch sdpa cudnn", "torch sdpa flash"
 EFFICIENT = "torch sdpa efficient"
+FLASH_ORDERED = FLASH + " deterministic"  # its gradients have the same bits each time
 DENSE, NO_GRAD, PAGED = " dense", " no_grad", " paged"  # what follows the name of ours
 PAGE = 64  # keys
 
 Call = Callable[[], Any]
 Sets = Sequence[Inputs]
+Wanted = tuple[tuple[Any, ...], Any]  # what gets a gradient, and the output's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,7 @@ class Entry:
     read: Callable[[Any], Any] = lambda out: out  # its output as the inputs lie
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered before the clock starts
     capturable: bool = True  # in a CUDA graph
+    gradients: Sequence[Wanted] | None = None  # of inputs that lie otherwise than those of the case
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +58,16 @@ def _gradients(entry: Entry, sets: Sets) -> Entry:
     import torch
 
     with entry.around():
-        outputs = [entry.read(call()) for call in entry.calls]
+        outputs = [call() for call in entry.calls]
+    gradients, read = entry.gradients, lambda grads: tuple(map(entry.read, grads))
+    if gradients is None:
+        outputs, read = [entry.read(out) for out in outputs], lambda grads: grads
+        gradients = [(x.wanted, x.d_out) for x in sets]
     calls = [
-        partial(torch.autograd.grad, out, x.wanted, x.d_out, retain_graph=True)
-        for out, x in zip(outputs, sets, strict=True)
+        partial(torch.autograd.grad, out, wanted, d_out, retain_graph=True)
+        for out, (wanted, d_out) in zip(outputs, gradients, strict=True)
     ]
-    return Entry(calls, around=entry.around, capturable=False)
+    return Entry(calls, read, entry.around, capturable=False)
 
 
 def find(name: str) -> Contestant:
@@ -177,8 +184,8 @@ def _no_flash() -> str | None:
     return None
 
 
-def _enter_flash(case: Case, sets: Sets) -> Entry:
-    """(batch, n, heads, d), its own layout."""
+def _enter_flash(case: Case, sets: Sets, **further: Any) -> Entry:
+    """(batch, n, heads, d), its own layout, of gradients too."""
     from flash_attn.cute.interface import flash_attn_func
 
     options = VARIANTS[case.variant].flash
@@ -186,11 +193,17 @@ def _enter_flash(case: Case, sets: Sets) -> Entry:
         raise RefusedError("cannot express", "it is asked for full, causal, window and soft cap alone")
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        done = flash_attn_func(q, k, v, **options)
+        done = flash_attn_func(q, k, v, **options, **further)
         return done[0] if isinstance(done, tuple) else done
 
-    turned = [[y.transpose(1, 2).contiguous() for y in (x.q, x.k, x.v)] for x in sets]
-    return Entry([partial(call, *x) for x in turned], lambda out: out.transpose(1, 2))
+    def turned(x: Any) -> Any:
+        return x.detach().transpose(1, 2).contiguous().requires_grad_(case.backward)
+
+    inputs = [tuple(map(turned, (x.q, x.k, x.v))) for x in sets]
+    gradients = None
+    if case.backward:
+        gradients = [(given, turned(x.d_out).detach()) for given, x in zip(inputs, sets, strict=True)]
+    return Entry([partial(call, *x) for x in inputs], lambda out: out.transpose(1, 2), gradients=gradients)
 
 
 # -- FlexAttention ----------------------------------------------------------------------------------------------------
@@ -217,6 +230,7 @@ def _enter_flex(case: Case, sets: Sets) -> Entry:
 _PEERS = (
     Contestant(CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),
     Contestant(FLASH, _enter_flash, _no_flash),
+    Contestant(FLASH_ORDERED, partial(_enter_flash, deterministic=True), _no_flash),
     Contestant(FLEX, _enter_flex),
     Contestant(SDPA, partial(_enter_sdpa, None)),
     Contestant(SDPA_CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),

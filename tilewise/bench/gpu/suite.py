@@ -11,6 +11,7 @@ from tilewise.bench.gpu.contestants import (
     DENSE,
     EFFICIENT,
     FLASH,
+    FLASH_ORDERED,
     FLEX,
     NO_GRAD,
     PAGED,
@@ -81,6 +82,7 @@ _BACKWARD = tuple(
     replace(case, backward=True)
     for case in (*_grid(_MASKS, (64, 128, 256), TRITON_LENGTHS), *_grid(("bias",), (64, 128), (1024, 4096)))
 )
+_GRADIENTS = tuple(replace(case, backward=True) for case in _grid(_MASKS, (64, 128), LENGTHS))
 _DECODE = tuple(
     Case("full", n, 128, group=4, tokens=n * batch, hidden=4096, queries=1)
     for batch, n in ((1, 65536), (16, 8192), (64, 4096))
@@ -156,6 +158,14 @@ SECTIONS = {
             tuple(case for case in _BACKWARD if case.n == 4096),
             (FLEX, CUDNN, EFFICIENT),
             kernel=TRITON,
+        ),
+        Section(
+            "gradients",
+            "gradients in CUDA C++, bfloat16",
+            _GRADIENTS,
+            tuple(case for case in _GRADIENTS if case.n == 4096 and case.d == 128),
+            (CUDNN, FLASH, FLASH_ORDERED),
+            kernel="cuda/forward_sm90",
         ),
         Section(
             "decode",

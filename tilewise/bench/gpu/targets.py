@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, PAGED, SDPA
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLASH_ORDERED, FLEX, PAGED, SDPA
 from tilewise.bench.table import geometric_mean
 from tilewise.bench.targets import Check, valued
 
@@ -21,6 +21,7 @@ GQA = 1.0
 PACKING = 1.05  # times the time of the same sequences as a batch
 TRITON = (1.10, 1.00)  # to FlexAttention: the mean, and no case below
 BIAS_GRADIENT = 3.0
+GRADIENTS = (1.00, 0.93)  # to the best peer: the mean, and no case below
 READING = 0.85  # of the rate at which memory is read
 LAUNCH = 1.5  # times that of PyTorch's own attention
 
@@ -77,6 +78,14 @@ def _backward(records: list[Record]) -> Iterator[Check]:
         yield _to_peer(f"triton, gradient of a bias: slowest case to {peer}", biased, peer, BIAS_GRADIENT)
 
 
+def _gradients(records: list[Record]) -> Iterator[Check]:
+    mean, least = GRADIENTS
+    yield _to_best("gradients: geometric mean to the best peer", records, mean, geometric_mean)
+    yield _to_best("gradients: slowest case to the best peer", records, least, min)
+    ordered = "gradients: geometric mean to deterministic FlashAttention-4"
+    yield _to_peer(ordered, records, FLASH_ORDERED, 1.0, geometric_mean)
+
+
 def _decode(records: list[Record]) -> Iterator[Check]:
     for name in dict.fromkeys(r["contestant"] for r in records):
         share = Check(f"decode, {name}: least share of the read rate", READING, percent=True)
@@ -128,5 +137,5 @@ def _to_peer(
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
     "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
-    "backward": _backward, "decode": _decode, "launch": _launch,
+    "backward": _backward, "gradients": _gradients, "decode": _decode, "launch": _launch,
 }  # fmt: skip
