@@ -9,7 +9,6 @@ import torch
 from tilewise.kernels.cuda import loaded_on, marshal
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.prepared import prepare_backward, prepare_backward_sm90
-from tilewise.kernels.cuda.rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -32,8 +31,9 @@ def backward(
     loaded, shape = loaded_on(spec, q.device), Shape.of(spec, q, k, v)
     loaded_views, device, space = [View.of_torch(x) for x in loaded], q.get_device(), []
     if by_hopper:
-        kernels = prepare_backward_sm90(spec, shape, views, loaded_views, device)
-        space = _workspace(shape, q)
+        kernels, numbers = prepare_backward_sm90(spec, shape, views, loaded_views, device)
+        # Of the stream: another launch may run beside this one.
+        space = [torch.empty(count, dtype=torch.float32, device=q.device) for count in numbers]
     else:
         kernels = prepare_backward(spec, shape, views, loaded_views, device, tile)
     names = ("q", "k", "v", "out", "lse"), BACKWARD_ARRAYS
@@ -43,12 +43,6 @@ def backward(
     d_q, d_k, d_v = (made[f"d_{name}"].to(kind) for name, kind in zip("qkv", types, strict=True))
     of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], every["delta"])
     return Grads(d_q, d_k, d_v, of_sinks, ())
-
-
-def _workspace(shape: Shape, like: Any) -> list[Any]:
-    """Of the stream: another launch may run beside this one."""
-    counts = marshal.workspace(shape, BACKWARD_SM90[0].TILE).values()
-    return [torch.empty(count, dtype=torch.float32, device=like.device) for count in counts]
 
 
 def _copied(x: Any) -> Any:

@@ -241,9 +241,9 @@ def backward_launch(
     for name, encoded in maps.items():
         setattr(made, name, structs.TensorMapBytes.from_buffer_copy(encoded))
     made.backward = full
-    made.offsets, made.runs = at + 4 * by_query.offsets_at, at + 4 * by_query.runs_at
-    fields = dict(zip(structs.SEQUENCE_FIELDS, by_query.numbers[: len(structs.SEQUENCE_FIELDS)].tolist(), strict=True))
-    made.offsets_batch, made.offsets_head = fields["offsets_batch"], fields["offsets_head"]
+    made.sequences, made.offsets, made.runs = (
+        at + 4 * place for place in (by_query.sequences_at, by_query.offsets_at, by_query.runs_at)
+    )
     made.q_tiles, made.items = by_query.tiles, blocks(shape, by_key, by_key=True)
     heads = shape.heads_k * shape.batch
     of_head = 4 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v) // 2
@@ -253,9 +253,9 @@ def backward_launch(
     return made  # type: ignore[no-any-return]
 
 
-def workspace(shape: Shape, tile: Tile) -> dict[str, int]:
+def workspace(shape: Shape, by_query: Tables, tile: Tile) -> dict[str, int]:
     """How many numbers of 4 bytes Hopper's backward pass needs beside its results."""
-    tiles = shape.batch * shape.heads * -(-shape.n_q // tile.q)
+    tiles = blocks(shape, by_query)
     return {"rows": tiles * 2 * tile.q, "sums": tiles * tile.q * -(-shape.d // 64) * 64, "turns": tiles * 2}
 
 

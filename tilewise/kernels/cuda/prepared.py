@@ -171,8 +171,9 @@ def prepare_backward(
 
 def prepare_backward_sm90(
     spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
-) -> list[Prepared]:
-    """Hopper's kernels of a backward pass, as above; addresses of structs.WORKSPACE follow."""
+) -> tuple[list[Prepared], list[int]]:
+    """Hopper's kernels of a backward pass, as above, and how many floats each of structs.WORKSPACE has, whose addresses
+    follow the others."""
     gpu.ensure_context(device)
     tile = BACKWARD_SM90[0].TILE
     by_key, numbers = launcher.tables_on(device, spec, shape, tile, BACKWARD_SM90[0])
@@ -191,7 +192,7 @@ def prepare_backward_sm90(
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = numbers, numbers_by_query
         made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, mapped=mapped))
-    return made
+    return made, list(marshal.workspace(shape, by_query, tile).values())
 
 
 def _backward_of(

@@ -99,8 +99,7 @@ def backward_launch_type(n_arrays: int) -> type[Structure]:
         _fields_ = [
             *((name, TensorMapBytes) for name in BACKWARD_MAPS),
             ("backward", backward_type(n_arrays)),
-            *((name, c_void_p) for name in ("offsets", "runs")),
-            *((name, c_int32) for name in ("offsets_batch", "offsets_head")),
+            *((name, c_void_p) for name in ("sequences", "offsets", "runs")),
             *((name, c_void_p) for name in WORKSPACE),
             ("q_tiles", c_int32),
             ("next_item", c_void_p),

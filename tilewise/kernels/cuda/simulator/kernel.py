@@ -142,7 +142,7 @@ def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: O
     tile = BACKWARD_SM90[0].TILE
     by_key, by_query = (marshal.tables(spec, shape, tile, rungs[0]) for rungs in (BACKWARD_SM90, BACKWARD))
     space = {
-        name: np.full(count, -1, np.int32) for name, count in marshal.workspace(shape, tile).items()
+        name: np.full(count, -1, np.int32) for name, count in marshal.workspace(shape, by_query, tile).items()
     }  # NaN, as floats
     count = np.zeros(1, np.int32)
     maps = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)

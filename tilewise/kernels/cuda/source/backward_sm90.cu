@@ -22,90 +22,130 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 
 // -- the producer warpgroup -------------------------------------------------------------------------------------------
 
-// One thread takes items, and has k, q and what exponents are shifted by brought.
-__device__ __forceinline__ void load_keys_and_queries(const Launch& launch, const Shared& shared) {
-    const Params& params = launch.backward.params;
-    const int heads_k = params.heads / params.group, all = launch.items / params.tiles, last = launch.sections - 1;
-    Ring<K_STAGES> k_ring;
-    Ring<2> q_ring;
-    k_ring.parity = q_ring.parity = 1;  // all places are free
-    while (true) {
-        hw::mbarrier_wait(shared.k_free(k_ring.stage), k_ring.parity);
-        // In order, each by a block that runs: whatever this one will wait for was begun before. The last to ask leaves 0 for
-        // the next launch.
-        const int index = atomicAdd(launch.next_item, 1);
-        if (index == launch.items + int(gridDim.x) - 1) *launch.next_item = 0;
-        const uint32 full = shared.k_full(k_ring.stage);
-        volatile Shared::Item& item = shared.item(k_ring.stage);
-        if (index >= launch.items) {
-            item.j = -1;
-            hw::mbarrier_arrive(full);
-            return;
+// A warp that has the copy engine bring tiles: one takes items and brings k, q and what exponents are shifted by, the other
+// v, d_out and delta.
+struct Loader {
+    const Launch& launch;
+    const Params& params;
+    const Shared& shared;
+    const int number, lane;
+    uint32 tails = 0;
+
+    __device__ __forceinline__ Loader(const Launch& launch, const Shared& shared)
+        : launch(launch), params(launch.backward.params), shared(shared), number(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+
+    // Beyond the end of a packed sequence lie the next one's rows, which may be anything: 0 * NaN would be NaN.
+    template <int ROWS, int PARTS>
+    __device__ __forceinline__ void load(uint32 to, const TensorMap* map, uint32 full, int row, int h, int b, int left,
+                                         const float* more = nullptr, uint32 more_to = 0) {
+        const bool clears = params.n_sequences > 1 && left < ROWS;
+        const uint32 told = clears ? shared.tail(number) : full;
+        if (lane == 0) {
+            hw::mbarrier_arrive_expect(told, ROWS * PARTS * ROW_BYTES + (more ? ROWS_BYTES : 0));
+            for (int part = 0; part < PARTS; part++)
+                hw::tma_load_4d(to + part * ROWS * ROW_BYTES, map, told, part * PART, row, h, b);
+            if (more) hw::bulk_load(more_to, more, ROWS_BYTES, told);
         }
+        if (!clears) return;
+        wait_together(told, tails++ % 2);
+        for (int part = 0; part < PARTS; part++)
+            for (int i = left * ROW_BYTES / 16 + lane; i < ROWS * ROW_BYTES / 16; i += 32)
+                reinterpret_cast<uint4*>(shared.memory + (to - shared.base) + part * ROWS * ROW_BYTES)[i] = make_uint4(0, 0, 0, 0);
+        hw::fence_async();
+        __syncwarp();
+        if (lane == 0) hw::mbarrier_arrive(full);
+    }
+
+    // In order, each by a block that runs: whatever this one will wait for was begun before. The last to ask leaves 0 for the
+    // next launch.
+    __device__ __forceinline__ int next_index() const {
+        int index = 0;
+        if (lane == 0) {
+            index = atomicAdd(launch.next_item, 1);
+            if (index == launch.items + int(gridDim.x) - 1) *launch.next_item = 0;
+        }
+        return __shfl_sync(~0u, index, 0);
+    }
+    __device__ __forceinline__ Shared::Item item_of(int index) const {
+        const int heads_k = params.heads / params.group, all = launch.items / params.tiles, last = launch.sections - 1;
         const int section = min(index / (launch.section * params.tiles), last), before = section * launch.section;
         const int heads = section == last ? all - before : launch.section;
-        const int rest = index - before * params.tiles, head = before + rest % heads;
-        const int j = rest / heads, b = head / heads_k, hk = head % heads_k;
-        Visits at(params, b, hk, j);
-        item.j = j;
-        item.b = b;
-        item.hk = hk;
-        item.visits = count_of(at);
-        hw::mbarrier_arrive_expect(full, K_BYTES);
-        for (int part = 0; part < Q_PARTS; part++)
-            hw::tma_load_4d(shared.k(k_ring.stage) + part * TILE_K * ROW_BYTES, &launch.k, full, part * PART, j * TILE_K, hk, b);
-        k_ring.advance();
-        while (at.next()) {
-            hw::mbarrier_wait(shared.q_free(q_ring.stage), q_ring.parity);
-            const uint32 there = shared.q_full(q_ring.stage);
-            volatile Shared::Meeting& meeting = shared.meeting(q_ring.stage);
-            meeting.tile = at.tile;
-            meeting.h = at.h;
-            meeting.kind = at.kind;
-            hw::mbarrier_arrive_expect(there, Q_BYTES + ROWS_BYTES);
-            for (int part = 0; part < Q_PARTS; part++)
-                hw::tma_load_4d(shared.q(q_ring.stage) + part * TILE_Q * ROW_BYTES, &launch.q, there, part * PART,
-                                at.tile * TILE_Q, at.h, b);
-            const float* rows = launch.rows + tile_of(launch, b, at.h, at.tile) * (2 * TILE_Q);
-            hw::bulk_load(shared.shift(q_ring.stage), rows, ROWS_BYTES, there);
-            q_ring.advance();
+        const int rest = index - before * params.tiles, head = before + rest % heads, tile = rest / heads;
+        const int sequence = sequence_of_tile(params.sequences, params.n_sequences, tile);
+        return {tile - params.sequences[sequence].first_tile, sequence, head / heads_k, head % heads_k, 0};
+    }
+
+    __device__ __forceinline__ void bring_keys_and_queries() {
+        Ring<K_STAGES> k_ring;
+        Ring<2> q_ring;
+        k_ring.parity = q_ring.parity = 1;  // all places are free
+        while (true) {
+            wait_together(shared.k_free(k_ring.stage), k_ring.parity);
+            const int index = next_index();
+            volatile Shared::Item& told = shared.item(k_ring.stage);
+            if (index >= launch.items) {
+                if (lane == 0) told.j = -1;
+                if (lane == 0) hw::mbarrier_arrive(shared.k_full(k_ring.stage));
+                return;
+            }
+            const Shared::Item item = item_of(index);
+            const Sequence& sequence = params.sequences[item.sequence];
+            Visits at(launch, item.sequence, item.b, item.hk, item.j);
+            const int visits = count_of(at);
+            if (lane == 0) {
+                told.j = item.j;
+                told.sequence = item.sequence;
+                told.b = item.b;
+                told.hk = item.hk;
+                told.visits = visits;
+            }
+            load<TILE_K, Q_PARTS>(shared.k(k_ring.stage), &launch.k, shared.k_full(k_ring.stage),
+                                  sequence.k_begin + item.j * TILE_K, item.hk, item.b, sequence.n_k - item.j * TILE_K);
+            k_ring.advance();
+            while (at.next()) {
+                wait_together(shared.q_free(q_ring.stage), q_ring.parity);
+                volatile Shared::Meeting& meeting = shared.meeting(q_ring.stage);
+                if (lane == 0) {
+                    meeting.tile = at.tile;
+                    meeting.h = at.h;
+                    meeting.kind = at.kind;
+                }
+                load<TILE_Q, Q_PARTS>(shared.q(q_ring.stage), &launch.q, shared.q_full(q_ring.stage), at.first_query(), at.h, at.b,
+                                      at.queries_left(), launch.rows + at.tile_of_all() * (2 * TILE_Q),
+                                      shared.shift(q_ring.stage));
+                q_ring.advance();
+            }
         }
     }
-}
 
-// Another has v, d_out and delta brought, for the same items.
-__device__ __forceinline__ void load_values(const Launch& launch, const Shared& shared) {
-    const Params& params = launch.backward.params;
-    Ring<K_STAGES> k_ring;
-    Ring<1> v_ring;
-    Ring<2> o_ring;
-    v_ring.parity = o_ring.parity = 1;
-    while (true) {
-        hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-        const int j = shared.item(k_ring.stage).j, b = shared.item(k_ring.stage).b, hk = shared.item(k_ring.stage).hk;
-        if (j < 0) return;
-        hw::mbarrier_arrive(shared.k_free(k_ring.stage));
-        k_ring.advance();
-        hw::mbarrier_wait(shared.v_free(), v_ring.parity);
-        v_ring.advance();
-        hw::mbarrier_arrive_expect(shared.v_full(), V_BYTES);
-        for (int part = 0; part < V_PARTS; part++)
-            hw::tma_load_4d(shared.v() + part * TILE_K * ROW_BYTES, &launch.v, shared.v_full(), part * PART, j * TILE_K, hk, b);
-
-        Visits at(params, b, hk, j);
-        while (at.next()) {
-            hw::mbarrier_wait(shared.d_out_free(o_ring.stage), o_ring.parity);
-            const uint32 there = shared.d_out_full(o_ring.stage);
-            hw::mbarrier_arrive_expect(there, O_BYTES + ROWS_BYTES);
-            for (int part = 0; part < V_PARTS; part++)
-                hw::tma_load_4d(shared.d_out(o_ring.stage) + part * TILE_Q * ROW_BYTES, &launch.d_out, there, part * PART,
-                                at.tile * TILE_Q, at.h, b);
-            const float* rows = launch.rows + tile_of(launch, b, at.h, at.tile) * (2 * TILE_Q) + TILE_Q;
-            hw::bulk_load(shared.delta(o_ring.stage), rows, ROWS_BYTES, there);
-            o_ring.advance();
+    __device__ __forceinline__ void bring_values() {
+        Ring<K_STAGES> k_ring;
+        Ring<1> v_ring;
+        Ring<2> o_ring;
+        v_ring.parity = o_ring.parity = 1;
+        while (true) {
+            wait_together(shared.k_full(k_ring.stage), k_ring.parity);
+            const Shared::Item item = shared.copy_of_item(k_ring.stage);
+            if (item.j < 0) return;
+            __syncwarp();  // all lanes have read the item
+            if (lane == 0) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
+            k_ring.advance();
+            wait_together(shared.v_free(), v_ring.parity);
+            v_ring.advance();
+            // What d_p is beyond the last key, weights of 0 pass over: nothing is to be cleared.
+            load<TILE_K, V_PARTS>(shared.v(), &launch.v, shared.v_full(),
+                                  params.sequences[item.sequence].k_begin + item.j * TILE_K, item.hk, item.b, TILE_K);
+            Visits at(launch, item.sequence, item.b, item.hk, item.j);
+            while (at.next()) {
+                wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);
+                load<TILE_Q, V_PARTS>(shared.d_out(o_ring.stage), &launch.d_out, shared.d_out_full(o_ring.stage), at.first_query(),
+                                      at.h, at.b, at.queries_left(),
+                                      launch.rows + at.tile_of_all() * (2 * TILE_Q) + TILE_Q, shared.delta(o_ring.stage));
+                o_ring.advance();
+            }
         }
     }
-}
+};
 
 // A warp for each warpgroup adds its half of d_q to the sums, when it is this key tile's turn. The first need not add.
 __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, int half) {
@@ -113,16 +153,16 @@ __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared
     Ring<K_STAGES> k_ring;
     while (true) {
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-        const int j = shared.item(k_ring.stage).j, b = shared.item(k_ring.stage).b, hk = shared.item(k_ring.stage).hk;
-        if (j < 0) return;
+        const Shared::Item item = shared.copy_of_item(k_ring.stage);
+        if (item.j < 0) return;
         __syncwarp();  // all lanes have read the item
         if (leads) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
         k_ring.advance();
 
-        Visits at(launch.backward.params, b, hk, j);
+        Visits at(launch, item.sequence, item.b, item.hk, item.j);
         while (at.next()) {
-            const int64 tile = tile_of(launch, b, at.h, at.tile);
-            const int turn = turn_of(launch, at);
+            const int64 tile = at.tile_of_all();
+            const int turn = turn_of(at);
             hw::barrier_arrive(Shared::D_Q_READ + half, 160);
             hw::barrier_sync(Shared::D_Q_WRITTEN + half, 160);
             if (leads) {
@@ -192,7 +232,7 @@ struct Consumer {
         const volatile Shared::Item& item = shared.item(keys % K_STAGES);
         const volatile Shared::Meeting& meeting = shared.meeting(stage);
         Work work;
-        work.sequence = params.sequences[0];
+        work.sequence = params.sequences[item.sequence];
         work.b = item.b;
         work.h = meeting.h;
         work.hk = item.hk;
@@ -221,7 +261,7 @@ struct Consumer {
     __device__ __forceinline__ void score(int stage) {
         const bool is_partial = shared.meeting(stage).kind == PARTIAL;
         if (!SCORED && !is_partial) return;
-        const int n_q = params.sequences[0].n_q;  // of what is beyond, a variant may make anything
+        const int n_q = params.sequences[shared.item(keys % K_STAGES).sequence].n_q;  // of what is beyond, a variant may make anything
         for_each(stage, [&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
                          const variant::Near& near) {
             if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
@@ -365,12 +405,14 @@ struct Consumer {
 
     // 7 finish: d_k, of scores that were scaled, and d_v
     template <int N, int WIDTH>
-    __device__ __forceinline__ void store(const Array& to, const float (&sums)[N / 2], int j, int b, int hk, float scale) const {
-        const int quarter = lane % 4, key = j * TILE_K + first_key();
+    __device__ __forceinline__ void store(const Array& to, const float (&sums)[N / 2], const Shared::Item& item,
+                                          float scale) const {
+        const Sequence& sequence = params.sequences[item.sequence];
+        const int quarter = lane % 4, key = item.j * TILE_K + first_key();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const bool inside = key + half * 8 < params.sequences[0].n_k;
-            Element* row = row_of<Element>(to, b, hk, key + half * 8);
+            const bool inside = key + half * 8 < sequence.n_k;
+            Element* row = row_of<Element>(to, item.b, item.hk, sequence.k_begin + key + half * 8);
 #pragma unroll
             for (int n = 0; n < N / 8; n += 4) {
                 uint32 words[4];
@@ -394,6 +436,7 @@ struct Consumer {
         for (int i = 0; i < COLUMNS / 2; i++) d_v[i] = 0;
         hw::mbarrier_wait(shared.v_full(), keys % 2);
         if (visits == 0) {  // none sees these keys
+            __syncwarp();  // all lanes know that v is there
             arrive(shared.v_free());
             return;
         }
@@ -419,16 +462,15 @@ struct Consumer {
     __device__ __forceinline__ void run() {
         while (true) {
             const int stage = keys % K_STAGES;
-            const volatile Shared::Item& item = shared.item(stage);
             hw::mbarrier_wait(shared.k_full(stage), keys / K_STAGES % 2);
-            if (__shfl_sync(~0u, item.j, 0) < 0) return;
-            meet_queries(__shfl_sync(~0u, item.visits, 0));
-            const int j = item.j, b = item.b, hk = item.hk;
+            if (__shfl_sync(~0u, shared.item(stage).j, 0) < 0) return;
+            meet_queries(__shfl_sync(~0u, shared.item(stage).visits, 0));
+            const Shared::Item item = shared.copy_of_item(stage);
             __syncwarp();  // all lanes have read the item
             arrive(shared.k_free(stage));
             keys++;
-            store<DEPTH, D>(launch.backward.d_k, d_k, j, b, hk, params.scale);
-            store<COLUMNS, D_V>(launch.backward.d_v, d_v, j, b, hk, 1.0f);
+            store<DEPTH, D>(launch.backward.d_k, d_k, item, params.scale);
+            store<COLUMNS, D_V>(launch.backward.d_v, d_v, item, 1.0f);
         }
     }
 };
@@ -442,8 +484,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
     if (warpgroup == 0) {
         hw::registers_give_back<PRODUCER_REGISTERS>();
         const int warp = threadIdx.x / 32;
-        if (threadIdx.x == 0) load_keys_and_queries(launch, shared);
-        if (threadIdx.x == 32) load_values(launch, shared);
+        if (warp == 0) Loader(launch, shared).bring_keys_and_queries();
+        if (warp == 1) Loader(launch, shared).bring_values();
         if (warp >= 2) store_d_query(launch, shared, warp - 2);
     } else {
         hw::registers_take<CONSUMER_REGISTERS>();

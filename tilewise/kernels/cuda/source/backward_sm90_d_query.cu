@@ -14,6 +14,8 @@
 extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constant__ Launch launch) {
     const Params& params = launch.backward.params;
     const int tile = blockIdx.x % launch.q_tiles, head = blockIdx.x / launch.q_tiles;
+    const Sequence& sequence = launch.sequences[sequence_of_tile(launch.sequences, params.n_sequences, tile)];
+    const int first_query = (tile - sequence.first_tile) * TILE_Q;
     const int b = head / params.heads, h = head % params.heads;
     const int half = threadIdx.x / 128, lane = threadIdx.x % 32, quarter = lane % 4;
     const int64 at = tile_of(launch, b, h, tile) * 2 + half;
@@ -24,8 +26,8 @@ extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constan
     for (int n = 0; n < HALF / 8; n++) held[n] = any ? sums[n * 128] : make_float4(0, 0, 0, 0);
 #pragma unroll
     for (int lower = 0; lower < 2; lower++) {
-        const int query = tile * TILE_Q + threadIdx.x / 32 % 4 * 16 + lane / 4 + lower * 8;
-        Element* const row = row_of<Element>(launch.backward.d_q, b, h, query);
+        const int query = first_query + threadIdx.x / 32 % 4 * 16 + lane / 4 + lower * 8;
+        Element* const row = row_of<Element>(launch.backward.d_q, b, h, sequence.q_begin + query);
 #pragma unroll
         for (int n = 0; n < HALF / 8; n += 4) {
             uint32 words[4];
@@ -37,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constan
             }
             transpose_in_quad(words, quarter);
             const int column = half * HALF + (n + quarter) * 8;
-            if (query < params.sequences[0].n_q && column < D) store_16_bytes(row + column, words);
+            if (query < sequence.n_q && column < D) store_16_bytes(row + column, words);
         }
     }
 }

@@ -21,9 +21,11 @@ extern "C" __global__ void __launch_bounds__(4 * TILE_Q) attention(const __grid_
     const Backward& backward = launch.backward;
     const Params& params = backward.params;
     const int tile = blockIdx.x % launch.q_tiles, head = blockIdx.x / launch.q_tiles;
+    const Sequence& sequence = launch.sequences[sequence_of_tile(launch.sequences, params.n_sequences, tile)];
+    const int first_query = (tile - sequence.first_tile) * TILE_Q;
     const int b = head / params.heads, h = head % params.heads;
-    const int row = threadIdx.x / 4, lane = threadIdx.x % 4, query = tile * TILE_Q + row;
-    const bool inside = query < params.sequences[0].n_q;
+    const int row = threadIdx.x / 4, lane = threadIdx.x % 4, query = sequence.q_begin + first_query + row;
+    const bool inside = first_query + row < sequence.n_q;
 
     float delta = 0;
     if (inside) {

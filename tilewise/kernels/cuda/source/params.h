@@ -46,11 +46,11 @@ struct Work {
     int tile, first_query;  // within the sequence
 };
 
-__device__ __forceinline__ int sequence_of_tile(const Params& params, int tile) {
-    int low = 0, high = params.n_sequences;  // the last sequence that begins at or before the tile: empty ones have none
+__device__ __forceinline__ int sequence_of_tile(const Sequence* sequences, int count, int tile) {
+    int low = 0, high = count;  // the last sequence that begins at or before the tile: empty ones have none
     while (high - low > 1) {
         int middle = (low + high) / 2;
-        if (params.sequences[middle].first_tile <= tile) low = middle;
+        if (sequences[middle].first_tile <= tile) low = middle;
         else high = middle;
     }
     return low;
@@ -61,7 +61,7 @@ __device__ __forceinline__ Work work_of(const Params& params, int tile, int head
     work.h = head % params.heads;
     work.b = head / params.heads;
     work.hk = work.h / params.group;
-    work.sequence = params.sequences[sequence_of_tile(params, tile)];
+    work.sequence = params.sequences[sequence_of_tile(params.sequences, params.n_sequences, tile)];
     work.tile = tile - work.sequence.first_tile;
     work.first_query = work.tile * TILE_Q;
     return work;

@@ -15,9 +15,9 @@ static_assert(TILE_Q == PART && WARPGROUPS == 2, "scores of a key are one row of
 struct Launch {  // as in ../structs.py
     TensorMap q, k, v, d_out;
     Backward backward;  // its plan is by keys
-    const int* offsets;  // the same plan by queries
+    const Sequence* sequences;  // the same plan by queries
+    const int* offsets;
     const Run* runs;
-    int offsets_batch, offsets_head;
     float* rows;  // of each query tile of each head: what exponents are shifted by, as powers of 2, then delta
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
     int* turns;  // of each half of them: how many key tiles were added
@@ -27,7 +27,7 @@ struct Launch {  // as in ../structs.py
     float binary_scale;
 };
 
-// A query tile of one head, in the count of all.
+// A query tile of one head, in the count of all; `tile` counts those of all sequences.
 __device__ __forceinline__ int64 tile_of(const Launch& launch, int b, int h, int tile) {
     return (int64(b) * launch.backward.params.heads + h) * launch.q_tiles + tile;
 }
@@ -35,31 +35,43 @@ __device__ __forceinline__ int64 tile_of(const Launch& launch, int b, int h, int
 // The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
 // same way, so that each comes to a query tile after those before it did.
 struct Visits {
-    const Params& params;
-    int b, j, h, last_head;
+    const Launch& launch;
+    int sequence, b, j, h, last_head;
     int run, first_run, tile, first, kind;
 
-    __device__ __forceinline__ Visits(const Params& params, int b, int hk, int j)
-        : params(params), b(b), j(j), h(hk * params.group - 1), last_head((hk + 1) * params.group - 1), run(0), first_run(0),
-          tile(0), first(0), kind(EMPTY) {}
+    __device__ __forceinline__ Visits(const Launch& launch, int sequence, int b, int hk, int j)
+        : launch(launch), sequence(sequence), b(b), j(j), h(hk * launch.backward.params.group - 1),
+          last_head(h + launch.backward.params.group), run(0), first_run(0), tile(0), first(0), kind(EMPTY) {}
     __device__ __forceinline__ bool next() {
         while (tile == first) {
             while (run == first_run) {
                 if (h == last_head) return false;
                 h++;
-                const Sequence& sequence = params.sequences[0];
-                const int* offsets = params.offsets + sequence.offsets + int64(b) * sequence.offsets_batch +
-                                     int64(h) * sequence.offsets_head + j;
+                const int* offsets = offsets_of(launch.backward.params.sequences, launch.backward.params.offsets, j);
                 first_run = offsets[0];
                 run = offsets[1];
             }
-            const Run now = params.runs[--run];
+            const Run now = launch.backward.params.runs[--run];
             first = now.first;
             tile = now.last;
             kind = now.kind;
         }
         tile--;
         return true;
+    }
+    // Where a plan has the runs of a tile of this sequence and head.
+    __device__ __forceinline__ const int* offsets_of(const Sequence* sequences, const int* offsets, int of) const {
+        const Sequence& here = sequences[sequence];
+        return offsets + here.offsets + int64(b) * here.offsets_batch + int64(h) * here.offsets_head + of;
+    }
+    __device__ __forceinline__ int first_query() const {
+        return launch.backward.params.sequences[sequence].q_begin + tile * TILE_Q;
+    }
+    __device__ __forceinline__ int queries_left() const {
+        return launch.backward.params.sequences[sequence].n_q - tile * TILE_Q;
+    }
+    __device__ __forceinline__ int64 tile_of_all() const {
+        return tile_of(launch, b, h, launch.sequences[sequence].first_tile + tile);
     }
 };
 
@@ -73,11 +85,11 @@ __device__ __forceinline__ int count_of(Visits at) {
 }
 
 // How many key tiles before this one meet the query tile.
-__device__ __forceinline__ int turn_of(const Launch& launch, const Visits& at) {
-    const int* offsets = launch.offsets + int64(at.b) * launch.offsets_batch + int64(at.h) * launch.offsets_head + at.tile;
+__device__ __forceinline__ int turn_of(const Visits& at) {
+    const int* offsets = at.offsets_of(at.launch.sequences, at.launch.offsets, at.tile);
     int before = 0;
     for (int r = offsets[0]; r < offsets[1]; r++) {
-        const Run run = launch.runs[r];
+        const Run run = at.launch.runs[r];
         before += max(min(at.j, run.last) - run.first, 0);
     }
     return before;
@@ -105,10 +117,10 @@ struct Shared {
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
-    // The key tile at hand, of each stage of k: which one of which key head, and how many query tiles it meets; -1 if there
-    // are no more. And the query tile at hand, of each stage of q.
+    // The key tile at hand, of each stage of k: which one of which sequence and key head, and how many query tiles it meets;
+    // -1 if there are no more. And the query tile at hand, of each stage of q.
     struct Item {
-        int j, b, hk, visits;
+        int j, sequence, b, hk, visits;
     };
     struct Meeting {
         int tile, h, kind, unused;
@@ -116,6 +128,10 @@ struct Shared {
     static_assert(2 * sizeof(Item) <= MEETING - ITEM && 2 * sizeof(Meeting) <= END - MEETING, "both have room");
     __device__ __forceinline__ volatile Item& item(int stage) const {
         return reinterpret_cast<volatile Item*>(memory + ITEM)[stage];
+    }
+    __device__ __forceinline__ Item copy_of_item(int stage) const {
+        const volatile Item& from = item(stage);
+        return {from.j, from.sequence, from.b, from.hk, from.visits};
     }
     __device__ __forceinline__ volatile Meeting& meeting(int stage) const {
         return reinterpret_cast<volatile Meeting*>(memory + MEETING)[stage];
@@ -130,6 +146,7 @@ struct Shared {
     __device__ __forceinline__ uint32 q_free(int stage) const { return barrier(8 + stage); }
     __device__ __forceinline__ uint32 d_out_full(int stage) const { return barrier(10 + stage); }
     __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(12 + stage); }
+    __device__ __forceinline__ uint32 tail(int loader) const { return barrier(14 + loader); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(v_full(), 1);
@@ -143,6 +160,7 @@ struct Shared {
             hw::mbarrier_init(q_free(stage), CONSUMER_WARPS);
             hw::mbarrier_init(d_out_full(stage), 1);
             hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS);
+            hw::mbarrier_init(tail(stage), 1);
         }
         hw::fence_mbarrier_init();
     }

@@ -2,12 +2,6 @@
 // have freed their places.
 #pragma once
 
-// A lane that lags behind must not miss a phase: the others go on only with it.
-__device__ __forceinline__ void wait_together(uint32 bar, uint32 parity) {
-    hw::mbarrier_wait(bar, parity);
-    __syncwarp();
-}
-
 struct Scheduler {
     const Launch& launch;
     const Shared& shared;

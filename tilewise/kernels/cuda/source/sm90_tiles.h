@@ -20,6 +20,12 @@ template <int N> struct Ring {
     }
 };
 
+// A lane that lags behind must not miss a phase: the others go on only with it.
+__device__ __forceinline__ void wait_together(uint32 bar, uint32 parity) {
+    hw::mbarrier_wait(bar, parity);
+    __syncwarp();
+}
+
 // Thread i of a quad has words i of four groups of four; after this it has group i.
 __device__ __forceinline__ void transpose_in_quad(uint32 (&words)[4], int i) {
 #pragma unroll
