@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.cuda.mistakes import SOUND, WRONG, Mistake, expect_told, plant, told
 from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, validate
 from tilewise.arrays import Array
-from tilewise.contract import ContractError, Expected, check_results, expected_forward, forward_results
+from tilewise.contract import Expected, check_results, expected_forward, forward_results
 from tilewise.expr import K, Q
-from tilewise.kernels.cuda import source
-from tilewise.kernels.cuda.rungs import SOURCES
-from tilewise.kernels.cuda.simulator import Order, SimulationError
+from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
-from tilewise.sharing import Kept
 from tilewise.spec import Partial, Tile
 from tilewise.validate import Call
 
@@ -28,7 +25,6 @@ pytestmark = needs_compiler
 
 FILES = ("forward_sm90.cu", "sm90.h", "sm90_tiles.h", "sm90_producer.h", "sm90_softmax.h")
 TILE = Tile(128, 16)  # two warpgroups; few keys, so that there are many tiles and little to compile
-WRONG = "a wrong result"
 
 
 # -- problems ---------------------------------------------------------------------------------------------------------
@@ -129,13 +125,7 @@ def test_the_sound_kernel_is_right_in_every_order(problem: str, order: Order) ->
 # -- planted mistakes -------------------------------------------------------------------------------------------------
 
 
-class Mistake(NamedTuple):
-    told: str  # what must be told of it
-    problem: str
-    edits: dict[str, str]  # what is replaced, by what
-
-
-# Each is one kind of mistake; what is replaced is there once in all the files.
+# Each is one kind of mistake.
 MISTAKES: dict[str, Mistake] = {
     # Tiles and items arrive.
     "no wait for k": Mistake(
@@ -263,42 +253,11 @@ MISTAKES: dict[str, Mistake] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def edited(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[dict[str, str]], None]]:
-    """Puts edits into the kernel's source, as long as the test runs."""
-    read = source._read
-
-    def edit(edits: dict[str, str]) -> None:
-        texts = {name: (SOURCES / name).read_text() for name in FILES}
-        for old, new in edits.items():
-            (name,) = [name for name, text in texts.items() if text.count(old) == 1] or pytest.fail(f"no more: {old}")
-            texts[name] = texts[name].replace(old, new)
-        monkeypatch.setattr(source, "_read", lambda folder, name: texts.get(name) or read(folder, name))
-        monkeypatch.setattr(source, "_sources", Kept(512))
-
-    return edit
-
-
-def _told(problem: str, order: Order, seed: int) -> str:
-    try:
-        _check(problem, order, seed)
-    except SimulationError as report:
-        return str(report)
-    except ContractError:
-        return WRONG
-    return "sound"
-
-
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_caught(mistake: str, edited: Callable[[dict[str, str]], None]) -> None:
-    told, problem, edits = MISTAKES[mistake]
-    edited(edits)
-    reports = []
-    for order, seed in [(order, seed) for seed in (1, 2, 3) for order in Order]:
-        reports.append(_told(problem, order, seed))
-        if re.search(told, reports[-1], re.DOTALL):
-            return
-    pytest.fail(f"told only: {set(reports)}")
+def test_a_mistake_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, problem, edits = MISTAKES[mistake]
+    plant(monkeypatch, FILES, edits)
+    expect_told(expected, partial(_check, problem))
 
 
 # -- speculation ------------------------------------------------------------------------------------------------------
@@ -313,16 +272,14 @@ RARE = {"tamed": "rows.tame(sums, rescale);", "again": "            multiply_q_k
         ("cliff", ["again"]), ("late", ["again"]),
     ],
 )  # fmt: skip
-def test_what_is_rare_runs_where_it_should(
-    problem: str, runs: list[str], edited: Callable[[dict[str, str]], None]
-) -> None:
+def test_what_is_rare_runs_where_it_should(problem: str, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """That the results are right is seen above; here, that they came about so."""
     seen = []
     for name, call in RARE.items():
-        edited({call: f'simulator::fail(line_of_call(), "{name}");\n{call}'})
-        report = _told(problem, Order.FORWARD, 1)
+        plant(monkeypatch, FILES, {call: f'simulator::fail(line_of_call(), "{name}");\n{call}'})
+        report = told(lambda: _check(problem, Order.FORWARD))
         seen += [name] if name in report else []
-        assert name in report or report == "sound"
+        assert name in report or report == SOUND
     assert seen == runs
 
 

@@ -1,0 +1,55 @@
+"""Mistakes that are planted in a kernel's source, one at a time: each must be told."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+
+from tilewise.contract import ContractError
+from tilewise.kernels.cuda import source
+from tilewise.kernels.cuda.rungs import SOURCES
+from tilewise.kernels.cuda.simulator import Order, SimulationError
+from tilewise.sharing import Kept
+
+WRONG = "a wrong result"
+SOUND = "sound"
+
+
+class Mistake(NamedTuple):
+    told: str  # what must be told of it
+    problem: str
+    edits: dict[str, str]  # what is replaced, by what; it is there once in all the files
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, files: Sequence[str], edits: dict[str, str]) -> None:
+    """Put edits into sources, as long as the test runs."""
+    read, texts = source._read, {name: (SOURCES / name).read_text() for name in files}
+    for old, new in edits.items():
+        (name,) = [name for name, text in texts.items() if text.count(old) == 1] or pytest.fail(f"no more: {old}")
+        texts[name] = texts[name].replace(old, new)
+    monkeypatch.setattr(source, "_read", lambda folder, name: texts.get(name) or read(folder, name))
+    monkeypatch.setattr(source, "_sources", Kept(512))
+
+
+def told(check: Callable[[], None]) -> str:
+    """What is told of a kernel by a run of it."""
+    try:
+        check()
+    except SimulationError as report:
+        return str(report)
+    except ContractError:
+        return WRONG
+    return SOUND
+
+
+def expect_told(expected: str, check: Callable[[Order, int], None]) -> None:
+    """In some order of threads."""
+    reports = []
+    for order, seed in [(order, seed) for seed in (1, 2, 3) for order in Order]:
+        reports.append(told(lambda order=order, seed=seed: check(order, seed)))  # type: ignore[misc]
+        if re.search(expected, reports[-1], re.DOTALL):
+            return
+    pytest.fail(f"told only: {set(reports)}")
