@@ -14,6 +14,7 @@ import pytest
 import tilewise as tw
 from tests.cuda.mistakes import WRONG, Mistake, expect_told, plant
 from tests.cuda.test_ops import needs_compiler
+from tests.fuzzing.menu import spoil_unread
 from tilewise import arrays, reference, validate
 from tilewise.arrays import Array
 from tilewise.contract import Expected, backward_results, check_results, expected_backward, gradients_to_pull
@@ -74,6 +75,10 @@ PROBLEMS: dict[str, Problem] = {
     "tiles that meet none": Problem((1, 2, 2, 150, 390, 16, 16), {"mask": (Q >= 64) & (K >= 128) & (K < 256)}),
     "nothing seen": Problem((1, 1, 1, 100, 150, 16, 16), {"mask": K < 0}),
     "every other row": Problem((1, 1, 1, 100, 260, 16, 16), {"mask": Q % 2 == 0}),
+    # The second has keys that none sees, which lie in tiles of the first; the third no keys.
+    "packed": Problem(
+        (1, 4, 2, 300, 420, 16, 16), {"lengths": ((0, 70, 70, 100, 300), (0, 130, 150, 150, 420))}, "float16"
+    ),
     # Heads.
     "grouped": Problem((2, 6, 2, 100, 150, 16, 16), {"causal": True}),
     "d 128": Problem((1, 2, 1, 70, 390, 128, 128), {"causal": True}),
@@ -105,6 +110,14 @@ class Posed(NamedTuple):
     expected: list[Expected]
 
 
+def _prepared(q: Array, k: Array, v: Array, lengths: Any = None, **options: Any) -> Call:
+    if lengths is None:
+        return validate.prepare(q, k, v, **options)
+    spoil_unread(tuple(map(np.array, lengths)), k, v)
+    rows = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v))
+    return validate.prepare_varlen(*rows, *map(np.array, lengths), **options)
+
+
 @cache
 def _posed(name: str) -> Posed:
     (batch, heads, heads_k, n_q, n_k, d, d_v), options, dtype, has_d_lse, magnitude = PROBLEMS[name]
@@ -114,7 +127,7 @@ def _posed(name: str) -> Posed:
         arrays.narrow(m * rng.standard_normal((batch, *size)), dtype)
         for size, m in zip(sizes, (magnitude, 1, 1), strict=True)
     )
-    call = validate.prepare(q, k, v, **options)
+    call = _prepared(q, k, v, **options)
     exact = reference.forward(call.spec, call.q, call.k, call.v, dtype=np.float64)
     saved = Partial(arrays.narrow(exact.out, dtype), exact.lse.astype(np.float32))
     d_out, d_lse = gradients_to_pull(call)
@@ -155,17 +168,17 @@ def test_what_meets_nothing_is_zero() -> None:
 # -- blocks and their turns -------------------------------------------------------------------------------------------
 
 # The first block to run takes all key tiles, unless it is told otherwise.
-TAKE = "const int index = atomicAdd(launch.next_item, 1);"
+TAKE = "const int index = next_index();"
 FREE = "k_ring.parity = q_ring.parity = 1;"
 
 
 def _at_most(count: int) -> dict[str, str]:
     """Key tiles that a block takes."""
-    few = f"const int index = taken++ < {count} ? atomicAdd(launch.next_item, 1) : launch.items;"
-    return {FREE: f"{FREE}\n    int taken = 0;", TAKE: few}
+    few = f"const int index = taken++ < {count} ? next_index() : launch.items;"
+    return {FREE: f"{FREE}\n        int taken = 0;", TAKE: few}
 
 
-LAST_FIRST = {TAKE: "const int asked = atomicAdd(launch.next_item, 1);\n"
+LAST_FIRST = {TAKE: "const int asked = next_index();\n"
                     "        const int index = asked < launch.items ? launch.items - 1 - asked : asked;"}  # fmt: skip
 
 
@@ -202,8 +215,8 @@ FREE_V = "        if (LAST) arrive(shared.v_free());\n"
 FREE_D_OUT = "        arrive(shared.d_out_free(stage));\n"
 FREE_K = "            arrive(shared.k_free(stage));\n"
 MULTIPLY_V = "        multiply_rows<COLUMNS>(d_p, shared.v(), shared.d_out(stage));\n"
-MEET = "            meet_queries(__shfl_sync(~0u, item.visits, 0));\n"
-ITEM = "            const int j = item.j, b = item.b, hk = item.hk;\n"
+MEET = "            meet_queries(__shfl_sync(~0u, shared.item(stage).visits, 0));\n"
+ITEM = "            const Shared::Item item = shared.copy_of_item(stage);\n"
 TURN = "while (hw::load_acquire(launch.turns + tile * 2 + half) != turn) {\n                }"
 
 # Each is one kind of mistake.
@@ -227,17 +240,26 @@ MISTAKES: dict[str, Mistake] = {
     "v not free at first": Mistake(
         "deadlock", "full", {"v_ring.parity = o_ring.parity = 1;": "o_ring.parity = 1;"},
     ),
-    "shifts that q does not wait for": Mistake(
-        f"more than were expected|more often|{WRONG}", "full",
-        {"arrive_expect(there, Q_BYTES + ROWS_BYTES);": "arrive_expect(there, Q_BYTES);"},
+    "shifts and deltas that nobody waits for": Mistake(
+        f"more than were expected|more often|{WRONG}", "full", {" + (more ? ROWS_BYTES : 0)": ""},
     ),
-    "deltas that d_out does not wait for": Mistake(
-        f"more than were expected|more often|{WRONG}", "full",
-        {"arrive_expect(there, O_BYTES + ROWS_BYTES);": "arrive_expect(there, O_BYTES);"},
-    ),
-    "too many bytes of v": Mistake(
+    "too many bytes": Mistake(
         "deadlock.* 16384 bytes to come", "full",
-        {"arrive_expect(shared.v_full(), V_BYTES);": "arrive_expect(shared.v_full(), 2 * V_BYTES);"},
+        {"arrive_expect(told, ROWS * PARTS": "arrive_expect(told, 2 * ROWS * PARTS"},
+    ),
+    # Tails of packed sequences.
+    "rows of the next sequence": Mistake(WRONG, "packed", {"params.n_sequences > 1 && left < ROWS": "false"}),
+    "rows cleared before they come": Mistake(
+        f"{WRONG}|without fence|more often", "packed", {"wait_together(told, tails++ % 2);": "tails++;"},
+    ),
+    "no fence after rows are cleared": Mistake(
+        "without fence.proxy.async", "packed", {"hw::fence_async();\n        __syncwarp();": "__syncwarp();"},
+    ),
+    "the parity of tails": Mistake(EARLY, "packed", {"tails++ % 2": "tails % 2"}),
+    "keys of another sequence": Mistake(WRONG, "packed", {"sequence.k_begin + key + half * 8": "key + half * 8"}),
+    "queries of another sequence": Mistake(
+        WRONG, "packed", {"row_of<Element>(launch.backward.d_q, b, h, sequence.q_begin + query)":
+                          "row_of<Element>(launch.backward.d_q, b, h, query)"},
     ),
     # Places are let go.
     "q never let go": Mistake("deadlock", "full", {FREE_Q: ""}),
@@ -305,12 +327,8 @@ MISTAKES: dict[str, Mistake] = {
     "a turn too late after tiles that are skipped": Mistake(
         "deadlock.*for another block", "window", {"min(at.j, run.last) - run.first": "min(at.j, run.last)"},
     ),
-    "turns of another head": Mistake(
-        "deadlock.*for another block", "heads differ", {"int64(at.h) * launch.offsets_head": "0"},
-    ),
-    "turns of another batch": Mistake(
-        "deadlock.*for another block", "heads differ", {"int64(at.b) * launch.offsets_batch": "0"},
-    ),
+    "plans of another head": Mistake(f"{WRONG}|deadlock", "heads differ", {"int64(h) * here.offsets_head": "0"}),
+    "plans of another batch": Mistake(f"{WRONG}|deadlock", "heads differ", {"int64(b) * here.offsets_batch": "0"}),
     "turns that do not begin at 0": Mistake(
         "deadlock.*for another block", "full",
         {"if (threadIdx.x < 2) launch.turns": "if (threadIdx.x < 1) launch.turns"},
@@ -379,19 +397,22 @@ MISTAKES: dict[str, Mistake] = {
     "a slope of scores without scale": Mistake(
         WRONG, "a slope", {"plain[i] = s[i] * params.scale;": "plain[i] = s[i];"},
     ),
-    "no scale of d_k": Mistake(WRONG, "full", {"d_k, j, b, hk, params.scale": "d_k, j, b, hk, 1.0f"}),
+    "no scale of d_k": Mistake(WRONG, "full", {"d_k, item, params.scale": "d_k, item, 1.0f"}),
     "no scale of d_q": Mistake(
         WRONG, "full", {"packed<Element>(x.z * params.scale, x.w * params.scale)": "packed<Element>(x.z, x.w)"},
     ),
     # Which tiles meet.
-    "one head of a group": Mistake(WRONG, "grouped", {"h(hk * params.group - 1)": "h((hk + 1) * params.group - 2)"}),
+    "a head too few of a group": Mistake(
+        WRONG, "grouped",
+        {"last_head(h + launch.backward.params.group)": "last_head(h + launch.backward.params.group - 1)"},
+    ),
     "the last run only": Mistake(
         f"{WRONG}|deadlock", "runs", {"first_run = offsets[0];": "first_run = offsets[1] - 1;"},
     ),
     "a visit too few": Mistake("deadlock", "full", {"at.tile + 1 - at.first": "at.tile - at.first"}),
     "keys of another head": Mistake(
         WRONG, "tiles that meet none",
-        {"part * PART, j * TILE_K, hk, b);\n        k_ring": "part * PART, j * TILE_K, 0, b);\n        k_ring"},
+        {"sequence.k_begin + item.j * TILE_K, item.hk, item.b": "sequence.k_begin + item.j * TILE_K, 0, item.b"},
     ),
 }  # fmt: skip
 
