@@ -348,7 +348,7 @@ MISTAKES: dict[str, Mistake] = {
     "the other part of k's columns": Mistake(
         WRONG, "d 128", {"Q_PARTS == 2 ? TILE_K * ROW_BYTES": "Q_PARTS == 2 ? ROW_BYTES / 2"},
     ),
-    "the other half of d_q": Mistake(WRONG, "whole tiles", {"half * HALF + (n": "(1 - half) * HALF + (n"}),
+    "the other half of d_q": Mistake(WRONG, "whole tiles", {"query) + half * HALF;": "query) + (1 - half) * HALF;"}),
     "d_q's rows in another order": Mistake(
         WRONG, "whole tiles", {"lane / 4 + lower * 8": "lane / 4 + (1 - lower) * 8"},
     ),
@@ -397,9 +397,9 @@ MISTAKES: dict[str, Mistake] = {
     "a slope of scores without scale": Mistake(
         WRONG, "a slope", {"plain[i] = s[i] * params.scale;": "plain[i] = s[i];"},
     ),
-    "no scale of d_k": Mistake(WRONG, "full", {"d_k, item, params.scale": "d_k, item, 1.0f"}),
+    "no scale of d_k": Mistake(WRONG, "full", {"d_k, D, item, params.scale": "d_k, D, item, 1.0f"}),
     "no scale of d_q": Mistake(
-        WRONG, "full", {"packed<Element>(x.z * params.scale, x.w * params.scale)": "packed<Element>(x.z, x.w)"},
+        WRONG, "full", {"&held[0][lower * 2], params.scale": "&held[0][lower * 2], 1.0f"},
     ),
     # Which tiles meet.
     "a head too few of a group": Mistake(

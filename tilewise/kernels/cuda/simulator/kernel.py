@@ -17,7 +17,7 @@ from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import BACKWARD, BACKWARD_SM90, RUNGS, Rung
 from tilewise.kernels.cuda.simulator import Order
-from tilewise.kernels.cuda.source import assembled
+from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.softmax import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -87,9 +87,7 @@ def _forward(
         maps = {name: bytes(x.simulated()) for name, x in made.items()}
         blocks = min(blocks, MULTIPROCESSORS)
         params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data), blocks)
-    simulator.compile_source(text.text).launch(
-        params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
-    )
+    _launch(text, params, blocks, order, seed)
     return Partial(out, lse)
 
 
@@ -114,59 +112,61 @@ def _backward(
     by_hopper = named is RUNGS["forward_sm90"] and BACKWARD_SM90[0].unsupported(shape) is None
     if by_hopper:
         _launch_sm90(spec, shape, views, order, seed)
-    for rung in () if by_hopper else BACKWARD:
-        fitting = rung.fitting(tile or rung.default_tile(spec, shape), shape)
-        tables = marshal.tables(spec, shape, fitting, rung)
-        blocks = marshal.blocks(shape, tables, rung.by_key)
-        if blocks == 0:
-            continue
-        text, slots = assembled(rung, spec, shape, fitting, simulator.headers(), False, score_slopes(spec)[S])
-        loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
-        operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
-        params = marshal.params(
-            spec, shape, tables, int(tables.numbers.ctypes.data), operands, None, [View.of_numpy(x) for x in loaded],
-            text.constants,
-        )  # fmt: skip
-        full = marshal.backward(params, {name: views[name] for name in structs.BACKWARD_ARRAYS if name in views})
-        simulator.compile_source(text.text).launch(
-            full, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
-        )
+    else:
+        _launch_tiled(spec, shape, views, tile, order, seed)
     d_q, d_k, d_v = (arrays.narrow(arrays.widen(made[f"d_{name}"], np.float32), arrays.dtype_name(x))
                      for name, x in (("q", q), ("k", k), ("v", v)))  # fmt: skip
     of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], made["delta"])
     return Grads(d_q, d_k, d_v, of_sinks, ())
 
 
+def _launch_tiled(
+    spec: Attention, shape: Shape, views: dict[str, View], tile: Tile | None, order: Order, seed: int
+) -> None:
+    for rung in BACKWARD:
+        fitting = rung.fitting(tile or rung.default_tile(spec, shape), shape)
+        tables = marshal.tables(spec, shape, fitting, rung)
+        blocks = marshal.blocks(shape, tables, rung.by_key)
+        if blocks > 0:
+            text, full, _held = _backward_of(rung, spec, shape, fitting, views, tables)
+            _launch(text, full, blocks, order, seed)
+
+
 def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int) -> None:
-    """Hopper's kernels of the backward pass, one after the other."""
     tile = BACKWARD_SM90[0].TILE
     by_key, by_query = (marshal.tables(spec, shape, tile, rungs[0]) for rungs in (BACKWARD_SM90, BACKWARD))
-    space = {
-        name: np.full(count, -1, np.int32) for name, count in marshal.workspace(shape, by_query, tile).items()
-    }  # NaN, as floats
-    count = np.zeros(1, np.int32)
-    maps = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)
-    for rung, blocks in zip(
-        BACKWARD_SM90, marshal.backward_blocks(shape, by_key, by_query, MULTIPROCESSORS), strict=True
-    ):
-        text, slots = assembled(rung, spec, shape, tile, simulator.headers(), False, score_slopes(spec)[S])
-        loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
-        operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
-        call = marshal.params(
-            spec, shape, by_key, int(by_key.numbers.ctypes.data), operands, None, [View.of_numpy(x) for x in loaded],
-            text.constants,
-        )  # fmt: skip
-        full = marshal.backward(call, {name: views[name] for name in structs.BACKWARD_ARRAYS if name in views})
-        made: Any = marshal.backward_launch(
-            full, spec, shape, by_key, by_query, int(by_query.numbers.ctypes.data),
-            {name: bytes(x.simulated()) for name, x in maps.items()},
-        )  # fmt: skip
-        for name, numbers in space.items():
-            setattr(made, name, int(numbers.ctypes.data))
-        made.next_item = int(count.ctypes.data)
-        simulator.compile_source(text.text).launch(
-            made, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
-        )
+    numbers = marshal.workspace(shape, by_query, tile)
+    space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
+    space["next_item"] = np.zeros(1, np.int32)
+    copied = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)
+    maps = {name: bytes(x.simulated()) for name, x in copied.items()}
+    counts = marshal.backward_blocks(shape, by_key, by_query, MULTIPROCESSORS)
+    for rung, blocks in zip(BACKWARD_SM90, counts, strict=True):
+        text, full, _held = _backward_of(rung, spec, shape, tile, views, by_key)
+        at = int(by_query.numbers.ctypes.data)
+        made = marshal.backward_launch(full, spec, shape, by_key, by_query, at, maps)
+        for name, x in space.items():
+            setattr(made, name, int(x.ctypes.data))
+        _launch(text, made, blocks, order, seed)
+
+
+def _backward_of(
+    rung: Rung, spec: Attention, shape: Shape, tile: Tile, views: dict[str, View], tables: marshal.Tables
+) -> tuple[Source, Any, list[Array]]:
+    """A kernel's source and its Backward; and the arrays that it reads, to be held until it ran."""
+    text, slots = assembled(rung, spec, shape, tile, simulator.headers(), False, score_slopes(spec)[S])
+    loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
+    operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
+    at, loaded_views = int(tables.numbers.ctypes.data), [View.of_numpy(x) for x in loaded]
+    call = marshal.params(spec, shape, tables, at, operands, None, loaded_views, text.constants)
+    further = {name: views[name] for name in structs.BACKWARD_ARRAYS if name in views}
+    return text, marshal.backward(call, further), loaded
+
+
+def _launch(text: Source, params: Any, blocks: int, order: Order, seed: int) -> None:
+    simulator.compile_source(text.text).launch(
+        params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
+    )
 
 
 def _rows(x: Array) -> Array:

@@ -404,8 +404,8 @@ struct Consumer {
     }
 
     // 7 finish: d_k, of scores that were scaled, and d_v
-    template <int N, int WIDTH>
-    __device__ __forceinline__ void store(const Array& to, const float (&sums)[N / 2], const Shared::Item& item,
+    template <int N>
+    __device__ __forceinline__ void store(const Array& to, const float (&sums)[N], int width, const Shared::Item& item,
                                           float scale) const {
         const Sequence& sequence = params.sequences[item.sequence];
         const int quarter = lane % 4, key = item.j * TILE_K + first_key();
@@ -413,18 +413,7 @@ struct Consumer {
         for (int half = 0; half < 2; half++) {
             const bool inside = key + half * 8 < sequence.n_k;
             Element* row = row_of<Element>(to, item.b, item.hk, sequence.k_begin + key + half * 8);
-#pragma unroll
-            for (int n = 0; n < N / 8; n += 4) {
-                uint32 words[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (n + i < N / 8) {
-                        const float* at = &sums[(n + i) * 4 + half * 2];
-                        words[i] = hw::packed<Element>(at[0] * scale, at[1] * scale);
-                    }
-                transpose_in_quad(words, quarter);
-                if (inside && (n + quarter) * 8 < WIDTH) store_16_bytes(row + (n + quarter) * 8, words);
-            }
+            store_row<2 * N>(row, &sums[half * 2], scale, quarter, inside, width);
         }
     }
 
@@ -469,8 +458,8 @@ struct Consumer {
             __syncwarp();  // all lanes have read the item
             arrive(shared.k_free(stage));
             keys++;
-            store<DEPTH, D>(launch.backward.d_k, d_k, item, params.scale);
-            store<COLUMNS, D_V>(launch.backward.d_v, d_v, item, 1.0f);
+            store(launch.backward.d_k, d_k, D, item, params.scale);
+            store(launch.backward.d_v, d_v, D_V, item, 1.0f);
         }
     }
 };

@@ -21,25 +21,19 @@ extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constan
     const int64 at = tile_of(launch, b, h, tile) * 2 + half;
     const bool any = launch.turns[at] > 0;  // else the query tile met no key tile, and nothing was stored
     const float4* const sums = reinterpret_cast<const float4*>(launch.sums + at * (HALF_BYTES / 4)) + threadIdx.x % 128;
-    float4 held[HALF / 8];
+    float held[HALF / 8][4];
 #pragma unroll
-    for (int n = 0; n < HALF / 8; n++) held[n] = any ? sums[n * 128] : make_float4(0, 0, 0, 0);
+    for (int n = 0; n < HALF / 8; n++) {
+        const float4 x = any ? sums[n * 128] : make_float4(0, 0, 0, 0);
+        held[n][0] = x.x;
+        held[n][1] = x.y;
+        held[n][2] = x.z;
+        held[n][3] = x.w;
+    }
 #pragma unroll
     for (int lower = 0; lower < 2; lower++) {
         const int query = first_query + threadIdx.x / 32 % 4 * 16 + lane / 4 + lower * 8;
-        Element* const row = row_of<Element>(launch.backward.d_q, b, h, sequence.q_begin + query);
-#pragma unroll
-        for (int n = 0; n < HALF / 8; n += 4) {
-            uint32 words[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float4& x = held[n + i];
-                words[i] = lower ? hw::packed<Element>(x.z * params.scale, x.w * params.scale)
-                                 : hw::packed<Element>(x.x * params.scale, x.y * params.scale);
-            }
-            transpose_in_quad(words, quarter);
-            const int column = half * HALF + (n + quarter) * 8;
-            if (query < sequence.n_q && column < D) store_16_bytes(row + column, words);
-        }
+        Element* const row = row_of<Element>(launch.backward.d_q, b, h, sequence.q_begin + query) + half * HALF;
+        store_row<HALF>(row, &held[0][lower * 2], params.scale, quarter, query < sequence.n_q, D - half * HALF);
     }
 }

@@ -288,18 +288,7 @@ struct Consumer {
             const bool inside = half * 8 < left;
             if (inside && quarter == 0) *row_of<float>(launch.params.lse, work.b, work.h, row + half * 8) = done.lse;
             Element* out = row_of<Element>(launch.params.out, work.b, work.h, row + half * 8);
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; n += 4) {
-                uint32 words[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    if (n + i < COLUMNS / 8) {
-                        const float* at = &acc[(n + i) * 4 + half * 2];
-                        words[i] = hw::packed<Element>(at[0] * done.weight, at[1] * done.weight);
-                    }
-                transpose_in_quad(words, quarter);
-                if (inside && (n + quarter) * 8 < D_V) store_16_bytes(out + (n + quarter) * 8, words);
-            }
+            store_row<COLUMNS>(out, &acc[half * 2], done.weight, quarter, inside, D_V);
         }
     }
 

@@ -42,6 +42,18 @@ __device__ __forceinline__ void transpose_in_quad(uint32 (&words)[4], int i) {
         }
     }
 }
-__device__ __forceinline__ void store_16_bytes(Element* to, const uint32 (&words)[4]) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+// One of the two rows that a quad holds of a product: of each eight columns a thread has two, held[n * 4] and the next. They
+// are scaled, narrowed and stored 16 bytes at a time, as far as the row is wide.
+template <int COUNT>
+__device__ __forceinline__ void store_row(Element* row, const float* held, float scale, int quarter, bool inside, int width) {
+#pragma unroll
+    for (int n = 0; n < COUNT / 8; n += 4) {
+        uint32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            if (n + i < COUNT / 8) words[i] = hw::packed<Element>(held[(n + i) * 4] * scale, held[(n + i) * 4 + 1] * scale);
+        transpose_in_quad(words, quarter);
+        if (inside && (n + quarter) * 8 < width)
+            *reinterpret_cast<uint4*>(row + (n + quarter) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
+    }
 }
