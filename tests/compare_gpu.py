@@ -1,0 +1,168 @@
+"""Versions of the CUDA sources beside each other, on a Hopper GPU: what does a change of a kernel bring?
+
+    python tests/compare_gpu.py build/versions/* --cases full,64,4096 causal,128,512
+    python tests/compare_gpu.py build/versions/* --cases causal,128,4096 --backward
+
+Each folder has files that stand for those of the same names in tilewise/kernels/cuda/source; `today` is the sources as
+they are. All take turns in one process with cuDNN and FlashAttention-4, as in `tilewise bench --gpu`, whose cases these
+are: variant, head dimension, length, and perhaps its kind of inputs. A version whose results are not today's is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+if __name__ == "__main__":  # the project's folder, not the script's own, where `cuda` is something else
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tilewise import dispatch
+from tilewise.bench.gpu.cases import VARIANTS, Case, Inputs, sets
+from tilewise.bench.gpu.contestants import CUDNN, FLASH, Entry, entered, find
+from tilewise.bench.gpu.timing import GpuClock, Settings, rounds
+from tilewise.derivative import score_slopes
+from tilewise.expr import S
+from tilewise.kernels.cuda import compiler, source
+from tilewise.kernels.cuda.choice import HOPPER, source_of
+from tilewise.kernels.cuda.rungs import BACKWARD_SM90
+from tilewise.kernels.cuda.source import Source, assembled
+from tilewise.sharing import Kept
+from tilewise.spec import Attention, Shape
+from tilewise.validate import prepare
+
+KERNEL = "cuda/forward_sm90"
+MOST_OFF = 0.02  # from today's results, of the largest number
+
+
+@dataclass(frozen=True)
+class Version:
+    name: str
+    folder: Path | None = None
+    sources: Kept[Source] = field(default_factory=lambda: Kept(512), compare=False)
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Kernels that are asked for inside are this version's."""
+        read, kept = source._read, source._sources
+        source._read, source._sources = partial(self._read, read), self.sources
+        try:
+            yield
+        finally:
+            source._read, source._sources = read, kept
+
+    def _read(self, read: Callable[[Path, str], str], folder: Path, name: str) -> str:
+        own = None if self.folder is None else self.folder / name
+        return own.read_text() if own is not None and own.exists() else read(folder, name)
+
+
+def case_of(text: str, backward: bool) -> Case:
+    variant, d, n, *inputs = text.split(",")
+    return replace(Case(variant, int(n), int(d), inputs=inputs[0] if inputs else "normal"), backward=backward)
+
+
+def compile_ahead(name: str, folder: Path | None, case: Case) -> None:
+    """What a call of the case launches, into the user's cache: a process for each, where one would wait for each."""
+    options = VARIANTS[case.variant].options(case, {})
+    with Version(name, folder).used():
+        for made in _sources(_spec(case, options), _shape(case), case.backward):
+            compiler.machine_code(made, compiler.architecture(HOPPER))
+
+
+def _sources(spec: Attention, shape: Shape, backward: bool) -> list[Source]:
+    made = [source_of(spec, shape, HOPPER)]
+    if backward:
+        slope = score_slopes(spec)[S]
+        made += [assembled(rung, spec, shape, rung.TILE, tables=False, slope=slope)[0] for rung in BACKWARD_SM90]
+    return made
+
+
+def _shape(case: Case) -> Shape:
+    return Shape(case.batch, case.heads, case.heads_k, case.n, case.n, case.d, case.d, "bfloat16")
+
+
+def _spec(case: Case, options: dict[str, Any]) -> Attention:
+    empty = np.zeros((1, 1, 1, case.d), np.float32)
+    return prepare(empty, empty, empty, **options).spec
+
+
+def entry_of(version: Version, case: Case, inputs: Sequence[Inputs]) -> Entry:
+    kernel = dispatch.kernel(KERNEL)
+
+    def call_on(x: Inputs) -> Callable[[], Any]:
+        q, k, v = (y.detach() for y in (x.q, x.k, x.v))
+        spec = prepare(q, k, v, **VARIANTS[case.variant].options(case, x.extras)).spec
+        saved = kernel.forward(spec, q, k, v)
+
+        def run() -> Any:
+            with version.used():
+                if not case.backward:
+                    return kernel.forward(spec, q, k, v).out
+                grads = kernel.backward(spec, q, k, v, saved, x.d_out)
+                return grads.q, grads.k, grads.v
+
+        return run
+
+    return Entry([call_on(x) for x in inputs])
+
+
+def compare(case: Case, versions: Sequence[Version], settings: Settings) -> str:
+    """A line: everyone's TFLOP/s, and each version's part of the best peer's."""
+    clock, inputs = GpuClock(settings), sets(case)
+    entries = {version.name: entry_of(version, case, inputs) for version in versions}
+    wrong = [
+        name
+        for name, entry in entries.items()
+        if _off(entry.calls[0](), entries[versions[0].name].calls[0]()) > MOST_OFF
+    ]
+    peers = [name for name in (CUDNN, FLASH) if find(name).missing() is None]
+    entries |= {name: entered(find(name), case, inputs) for name in peers}
+    loops = {name: clock.loop(entry) for name, entry in entries.items()}
+    seconds, failed = rounds({name: partial(clock.turn, loop) for name, loop in loops.items()}, settings.rounds)
+    speed = {name: case.flops / median(times) / 1e12 for name, times in seconds.items() if name not in failed}
+    best = max((speed[name] for name in peers if name in speed), default=None)
+    told = [
+        f"{name} {x:.0f}" + (f" ({x / best:.3f})" if best and name not in peers else "") for name, x in speed.items()
+    ]
+    told += [f"{name} FAILED: {error}" for name, error in failed.items()] + [f"{name} is WRONG" for name in wrong]
+    return f"{case.variant}, d {case.d}, n {case.n}, {case.inputs}: " + ", ".join(told)
+
+
+def _off(found: Any, wanted: Any) -> float:
+    """The largest difference, of the largest number."""
+    pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
+    return max(float((x - y).float().abs().max() / y.float().abs().max()) for x, y in pairs)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folders", nargs="*", type=Path, help="versions: folders with files of tilewise/kernels/cuda/source"
+    )
+    parser.add_argument("--cases", nargs="+", default=["full,128,4096"], help="variant,d,n or variant,d,n,inputs")
+    parser.add_argument("--backward", action="store_true", help="the gradients")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    options = parser.parse_args(arguments)
+    versions = [Version("today"), *(Version(folder.name, folder) for folder in options.folders)]
+    cases = [case_of(text, options.backward) for text in options.cases]
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for done in [pool.submit(compile_ahead, x.name, x.folder, case) for x in versions for case in cases]:
+            done.result()
+    for case in cases:
+        print(compare(case, versions, Settings(rounds=options.rounds)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

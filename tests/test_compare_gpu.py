@@ -1,0 +1,45 @@
+"""The script that times versions of the CUDA sources: which texts it compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.compare_gpu import Version, case_of, compile_ahead
+from tilewise.kernels.cuda import compiler, source
+from tilewise.kernels.cuda.source import Source
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
+    found: list[Source] = []
+    monkeypatch.setattr(compiler, "machine_code", lambda made, arch: found.append(made))
+    return found
+
+
+def test_a_versions_files_stand_for_those_of_the_same_names(tmp_path: Path, compiled: list[Source]) -> None:
+    own = (source.SOURCES / "sm90_softmax.h").read_text() + "// of this version alone\n"
+    (tmp_path / "sm90_softmax.h").write_text(own)
+    for folder in (None, tmp_path):
+        compile_ahead("x", folder, case_of("causal,64,512", backward=False))
+    assert ["of this version alone" in made.text for made in compiled] == [False, True]
+    assert compiled[0].text == compiled[1].text.replace("// of this version alone\n", "")
+
+
+def test_gradients_have_kernels_of_their_own(compiled: list[Source]) -> None:
+    compile_ahead("today", None, case_of("full,128,4096", backward=True))
+    by_hopper = ["backward_sm90_rows", "backward_sm90", "backward_sm90_d_query"]
+    assert [made.rung for made in compiled] == ["forward_sm90", *by_hopper]
+
+
+def test_a_version_is_used_inside_alone(tmp_path: Path) -> None:
+    before = source._read, source._sources
+    with Version("x", tmp_path).used():
+        assert source._sources is not before[1]
+    assert (source._read, source._sources) == before
+
+
+def test_cases() -> None:
+    case = case_of("full,64,4096,x64", backward=False)
+    assert (case.variant, case.d, case.n, case.inputs) == ("full", 64, 4096, "x64")
