@@ -52,6 +52,10 @@ class FakeGpu:
         params = (ctypes.c_byte * structs.MOST_BYTES).from_address(ctypes.c_void_p.from_address(arguments).value or 0)
         program.launch(params, grid=blocks, threads=threads, shared_bytes=shared_bytes)
 
+    def hold_until_done(self, x: Any, device: int) -> None:
+        assert arrays.is_torch(x)
+        self.held.append(self.stream)
+
     def replace_address(self, tensor_map: int, address: int) -> None:
         assert address % 16 == 0
         ctypes.c_uint64.from_address(tensor_map).value = address
@@ -67,7 +71,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     replaced = {
         "current_device": lambda: fake.device, "as_current": fake.as_current,
         "current_stream": lambda device: fake.stream, "ensure_context": lambda device: None,
-        "is_capturing": lambda: fake.capturing, "hold_until_done": lambda x, device: fake.held.append(fake.stream),
+        "is_capturing": lambda: fake.capturing, "hold_until_done": fake.hold_until_done,
         "zeros": lambda count, device: torch.zeros(count, dtype=torch.int32),
         "whole_numbers": lambda count, device: torch.full((count,), -1, dtype=torch.int32),
         "moved": lambda numbers, device: torch.from_numpy(numbers), "capability": lambda device: (9, 0),

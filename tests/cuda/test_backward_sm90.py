@@ -217,7 +217,7 @@ FREE_K = "            arrive(shared.k_free(stage));\n"
 MULTIPLY_V = "        multiply_rows<COLUMNS>(d_p, shared.v(), shared.d_out(stage));\n"
 MEET = "            meet_queries(__shfl_sync(~0u, shared.item(stage).visits, 0));\n"
 ITEM = "            const Shared::Item item = shared.copy_of_item(stage);\n"
-TURN = "while (hw::load_acquire(launch.turns + tile * 2 + half) != turn) {\n                }"
+TURN = "hw::wait_for_number(owed, turn);"
 
 # Each is one kind of mistake.
 MISTAKES: dict[str, Mistake] = {
@@ -309,6 +309,9 @@ MISTAKES: dict[str, Mistake] = {
         f"{WRONG}|deadlock.*named barrier", "full",
         {"hw::barrier_sync(Shared::D_Q_WRITTEN + half, 160);": "hw::barrier_arrive(Shared::D_Q_WRITTEN + half, 160);"},
     ),
+    "d_q let go before the copy engine has read it": Mistake(
+        WRONG, "full", {"hw::tma_store_commit();\n                hw::tma_store_wait<0>();": "hw::tma_store_commit();"},
+    ),
     "d_q of which nobody says that it was read": Mistake(
         "deadlock.*named barrier", "full", {"hw::barrier_arrive(Shared::D_Q_READ + half, 160);": ""},
     ),
@@ -319,7 +322,7 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "full", {"hw::bulk_wait_done<0>();": "hw::tma_store_wait<0>();"},
     ),
     "a turn never given away": Mistake(
-        "deadlock.*for another block", "full", {"hw::add_release(launch.turns + tile * 2 + half, 1);": ""},
+        "deadlock.*for another block", "full", {"hw::add_release(owed, 1);": ""},
     ),
     "a turn too late": Mistake(
         "deadlock.*for another block", "full", {"min(at.j, run.last)": "min(at.j + 1, run.last)"},

@@ -20,11 +20,12 @@ KERNELS = {
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_every_kernel_compiles() -> None:
+@pytest.mark.parametrize("which", [[], pytest.param(["all"], marks=pytest.mark.slow)], ids=["each once", "all"])
+def test_every_kernel_compiles(which: list[str]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.triton.compiling"], cwd=Path(__file__).parents[2], env=environment,
-        capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, "-m", "tests.triton.compiling", *which], cwd=Path(__file__).parents[2], env=environment,
+        capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(done.stdout.split()) == KERNELS

@@ -41,7 +41,7 @@ class CudaKernel:
         if self.rung is not None and self.rung.persistent and capability != HOPPER:
             return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, and {shape.device} has {capability}"
         if shape.backward and self.rung is None:
-            return "its fast kernels have no backward pass, which kernel='triton' has; 'cuda/tiled' has a slow one"
+            return "its backward passes, 'cuda/tiled' and 'cuda/forward_sm90', are taken if named; 'triton' has one too"
         named = None if self.rung is None else self.rung.name
         return support.unsupported(spec, shape, named) or (None if self.rung is None else self.rung.unsupported(shape))
 

@@ -29,7 +29,7 @@ class Prepared:
     """
 
     def __init__(
-        self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Any,
+        self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Sequence[Any],
         refining: Refining | None = None, mapped: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self._device, self._blocks = device, blocks
@@ -86,7 +86,8 @@ class Prepared:
         if capturing:
             graphs.hold(self)
         elif stream not in self._streams:
-            gpu.hold_until_done(self._tables, self._device)
+            for table in self._tables:
+                gpu.hold_until_done(table, self._device)
             self._streams.add(stream)
 
 
@@ -145,7 +146,7 @@ def prepare(
     refining = _refining(spec, shape, tile, params, tables, order, device, numbers) if rung.persistent else None
     mapped = [0, 1, 2] if source.table is None else [0, 1, 2, len(_OPERANDS) + order.index(source.table.slot)]
     places = _places(params, order, sinks is not None)
-    return Prepared(device, source, blocks, params, places, numbers, refining, mapped)
+    return Prepared(device, source, blocks, params, places, [numbers], refining, mapped)
 
 
 def prepare_backward(
@@ -165,7 +166,7 @@ def prepare_backward(
             continue
         source, full, order = _backward_of(rung, spec, shape, fitting, views, loaded, tables, numbers)
         further = [getattr(type(full), name).offset // _WORD for name in structs.BACKWARD_ARRAYS]
-        made.append(Prepared(device, source, blocks, full, [*_places(full, order, False), *further], numbers))
+        made.append(Prepared(device, source, blocks, full, [*_places(full, order, False), *further], [numbers]))
     return made
 
 
@@ -178,6 +179,8 @@ def prepare_backward_sm90(
     tile = BACKWARD_SM90[0].TILE
     by_key, numbers = launcher.tables_on(device, spec, shape, tile, BACKWARD_SM90[0])
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
+    if marshal.blocks(shape, by_query) == 0:
+        return [], []
     given = {name: views[name] for name in structs.BACKWARD_MAPS}
     maps = {name: x.encoded() for name, x in marshal.tensor_maps(given, shape.dtype, tile).items()}
     counts = marshal.backward_blocks(shape, by_key, by_query, gpu.multiprocessors(device))
@@ -190,7 +193,7 @@ def prepare_backward_sm90(
         further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
         mapped = [0, 1, 2, len(_OPERANDS) + len(order)]  # q, k, v and d_out
         places = [place + inner // _WORD for place in _places(full, order, False)]
-        tables = numbers, numbers_by_query
+        tables = [numbers, numbers_by_query]
         made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, mapped=mapped))
     return made, list(marshal.workspace(shape, by_query, tile).values())
 
@@ -222,7 +225,7 @@ def _refining(
     for source in (look, join):
         call = marshal.refinement(params.params, tables, joins=source is join)
         places = [*_places(call, order, spec.sinks is not None), type(call).refined.offset // _WORD]
-        launches.append(Prepared(device, source, blocks[source], call, places, numbers))
+        launches.append(Prepared(device, source, blocks[source], call, places, [numbers]))
     return Refining(launches, params, tables, tile, device)
 
 

@@ -80,6 +80,10 @@ template <int N> void tma_store_wait(CALLED_FROM) { simulator::tma_store_wait(N,
 template <int N> void bulk_wait_done(CALLED_FROM) { simulator::bulk_wait_done(N, where); }
 
 inline int load_acquire(const int* at, CALLED_FROM) { return simulator::load_acquire(at, where); }
+inline void wait_for_number(const int* at, int number, CALLED_FROM) {
+    while (simulator::load_acquire(at, where) != number) {
+    }
+}
 inline void fence_async_global() {}  // what threads and the copy engine write to global memory is in order here
 inline void add_release(int* at, int value) { simulator::add_release(at, value); }
 

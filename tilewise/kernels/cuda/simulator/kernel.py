@@ -135,6 +135,8 @@ def _launch_tiled(
 def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int) -> None:
     tile = BACKWARD_SM90[0].TILE
     by_key, by_query = (marshal.tables(spec, shape, tile, rungs[0]) for rungs in (BACKWARD_SM90, BACKWARD))
+    if marshal.blocks(shape, by_query) == 0:
+        return
     numbers = marshal.workspace(shape, by_query, tile)
     space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
     space["next_item"] = np.zeros(1, np.int32)

@@ -1,5 +1,5 @@
 // What the kernels of the backward pass are told, and what they share. Weights are recomputed from lse; with
-// delta = sum(d_out * out) - d_lse, a score's gradient is p * (d_out v^T - delta). Every sum has one block and a fixed order.
+// delta = sum(d_out * out) - d_lse, a score's gradient is p * (d_out v^T - delta). Every sum has a fixed order.
 #pragma once
 
 struct Backward {  // as in ../structs.py

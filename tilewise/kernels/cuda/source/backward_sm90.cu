@@ -147,9 +147,19 @@ struct Loader {
     }
 };
 
+// A turn that is given away when what the copy engine was told is in memory.
+__device__ __forceinline__ void give_away(int*& owed) {
+    if (!owed) return;
+    hw::bulk_wait_done<0>();
+    hw::fence_async_global();
+    hw::add_release(owed, 1);
+    owed = nullptr;
+}
+
 // A warp for each warpgroup adds its half of d_q to the sums, when it is this key tile's turn. The first need not add.
 __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, int half) {
     const bool leads = threadIdx.x % 32 == 0;
+    int* owed = nullptr;
     Ring<K_STAGES> k_ring;
     while (true) {
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -164,21 +174,21 @@ __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared
             const int64 tile = at.tile_of_all();
             const int turn = turn_of(at);
             hw::barrier_arrive(Shared::D_Q_READ + half, 160);
+            give_away(owed);
             hw::barrier_sync(Shared::D_Q_WRITTEN + half, 160);
             if (leads) {
                 float* const to = launch.sums + (tile * 2 + half) * (HALF_BYTES / 4);
-                while (hw::load_acquire(launch.turns + tile * 2 + half) != turn) {
-                }
+                owed = launch.turns + tile * 2 + half;
+                hw::wait_for_number(owed, turn);
                 hw::fence_async_global();
                 if (turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
                 else hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
                 hw::tma_store_commit();
-                hw::bulk_wait_done<0>();
-                hw::fence_async_global();
-                hw::add_release(launch.turns + tile * 2 + half, 1);
+                hw::tma_store_wait<0>();
             }
             __syncwarp();
         }
+        give_away(owed);
     }
 }
 
@@ -423,6 +433,8 @@ struct Consumer {
         for (int i = 0; i < DEPTH / 2; i++) d_k[i] = 0;
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++) d_v[i] = 0;
+        hw::pin(d_k);
+        hw::pin(d_v);
         hw::mbarrier_wait(shared.v_full(), keys % 2);
         if (visits == 0) {  // none sees these keys
             __syncwarp();  // all lanes know that v is there
@@ -445,6 +457,7 @@ struct Consumer {
         add_to_d_k(last);
         hw::wgmma_wait<0>();
         hw::pin(d_k);
+        hw::pin(d_v);
         arrive(shared.q_free(last));
     }
 
