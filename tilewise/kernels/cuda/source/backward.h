@@ -1,11 +1,6 @@
-// What the kernels of the backward pass are told, and what they share. Weights are recomputed from lse; with
+// What the kernels of the backward pass share. Weights are recomputed from lse; with
 // delta = sum(d_out * out) - d_lse, a score's gradient is p * (d_out v^T - delta). Every sum has a fixed order.
 #pragma once
-
-struct Backward {  // as in ../structs.py
-    Params params;  // out and lse are those that forward saved
-    Array d_out, d_lse, delta, d_q, d_k, d_v;  // d_lse has no data if there is none
-};
 
 // A block's share of the work on keys: one key tile of one key head. The sequences' tiles are of keys here.
 __device__ __forceinline__ Work work_of_keys(const Params& params, int block) {

@@ -4,10 +4,6 @@
 #include "config.h"
 #include "params.h"
 #include "element.h"
-#include "operations.h"
-#include "variant.h"
-#include "softmax.h"
-#include "backward.h"
 #include "hopper.h"
 #include "sm90_backward.h"
 

@@ -39,6 +39,11 @@ struct Params {
     Slot arrays[N_ARRAYS > 0 ? N_ARRAYS : 1];
 };
 
+struct Backward {  // what the kernels of a backward pass are told
+    Params params;  // out and lse are those that forward saved
+    Array d_out, d_lse, delta, d_q, d_k, d_v;  // d_lse has no data if there is none
+};
+
 // A block's share of the work: one query tile of one head.
 struct Work {
     Sequence sequence;
