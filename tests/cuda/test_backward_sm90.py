@@ -29,7 +29,8 @@ from tilewise.validate import Call
 pytestmark = needs_compiler
 
 FILES = (
-    "backward_sm90.cu", "sm90_backward.h", "sm90_tiles.h", "backward_sm90_rows.cu", "backward_sm90_d_query.cu",
+    "backward_sm90.cu", "sm90_backward.h", "sm90_backward_producer.h", "sm90_tiles.h", "backward_sm90_rows.cu",
+    "backward_sm90_d_query.cu",
 )  # fmt: skip
 
 

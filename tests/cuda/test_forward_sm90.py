@@ -224,7 +224,7 @@ MISTAKES: dict[str, Mistake] = {
     "the next sequence's v not cleared": Mistake(
         WRONG, "packed", {"clears = launch.params.n_sequences > 1 && v_left < TILE_K": "clears = false"},
     ),
-    "cleared one row too late": Mistake(WRONG, "packed", {"clear_rows(v_left);": "clear_rows(v_left + 1);"}),
+    "cleared one row too late": Mistake(WRONG, "packed", {"V_BYTES, v_left, lane);": "V_BYTES, v_left + 1, lane);"}),
     "cleared without a fence": Mistake("without fence.proxy.async", "packed", {"hw::fence_async();": ""}),
     "the next tile of k": Mistake(
         WRONG, "causal",

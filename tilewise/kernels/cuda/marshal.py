@@ -69,12 +69,6 @@ def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
     return _records(spec, shape, tile) if rung.persistent else _sequences(spec, shape, tile, rung.planned, rung.by_key)
 
 
-def backward_blocks(shape: Shape, by_key: Tables, by_query: Tables, at_once: int) -> tuple[int, int, int]:
-    """Of Hopper's kernels of the backward pass: a block a query tile, as many as run at once, a block a query tile."""
-    of_queries = blocks(shape, by_query)
-    return of_queries, min(blocks(shape, by_key, by_key=True), at_once), of_queries
-
-
 def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[int, ...]:
     """Sequence of source/params.h, but for where its offsets are."""
     return (
@@ -189,6 +183,12 @@ def blocks(shape: Shape, made: Tables, by_key: bool = False) -> int:
     return made.tiles * (shape.heads_k if by_key else shape.heads) * shape.batch
 
 
+def backward_blocks(shape: Shape, by_key: Tables, by_query: Tables, at_once: int) -> tuple[int, int, int]:
+    """Of Hopper's kernels of the backward pass: a block a query tile, as many as run at once, a block a query tile."""
+    of_queries = blocks(shape, by_query)
+    return of_queries, min(blocks(shape, by_key, by_key=True), at_once), of_queries
+
+
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +222,7 @@ def params(
 
 
 def backward(call: Any, arrays_of: dict[str, View]) -> Structure:
-    """Backward of source/backward.h around Params: d_out, d_lse if there is one, delta, d_q, d_k and d_v."""
+    """Backward of source/params.h around Params: d_out, d_lse if there is one, delta, d_q, d_k and d_v."""
     full: Any = structs.backward_type(len(call.arrays))()
     full.params = call
     for name, view in arrays_of.items():

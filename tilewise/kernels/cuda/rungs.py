@@ -226,24 +226,17 @@ class ForwardSm90:
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.k, _up(shape.d_v, 16)})}
 
 
-class BackwardSm90:
-    """A block has 128 keys and meets 64 queries at a time; d_k and d_v lie in registers, d_q in sums in memory.
-
-    Three kernels, one after the other: what is to be known of rows, the products, and d_q from its sums.
-    """
+class _BackwardSm90:
+    """What the kernels of Hopper's backward pass share. A block has 128 keys and meets 64 queries at a time."""
 
     folder, planned, by_key, persistent = SOURCES, True, True, False
     TILE = Tile(64, 128)
     MOST_D = 128
 
-    def __init__(self, name: str, threads: int) -> None:
-        self.name, self._threads = name, threads
-
     def unsupported(self, shape: Shape) -> str | None:
-        hopper = ForwardSm90()
         if max(shape.d, shape.d_v) > self.MOST_D:
             return f"it takes head dimensions up to {self.MOST_D}, and they are {shape.d} and {shape.d_v}"
-        return hopper.unsupported(shape)
+        return RUNGS["forward_sm90"].unsupported(shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return self.TILE
@@ -252,27 +245,49 @@ class BackwardSm90:
         return self.TILE
 
     def threads(self, tile: Tile) -> int:
-        return self._threads
+        return 256
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        if self is not BACKWARD_SM90[1]:
-            return {"K_STAGES": 1, "SHARED_BYTES": 0}
-        q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
-        k, v, q, d_out = tile.k * q_parts, tile.k * v_parts, tile.q * q_parts, tile.q * v_parts  # rows of 128 bytes
-        rest = 128 * (v + 2 * q + 2 * d_out + 2 * tile.k) + 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + 256 + 1024
-        stages = 2 if rest + 2 * 128 * k <= ForwardSm90.SHARED else 1
-        # Products of wide heads leave the producer few registers.
-        consumer, producer = (232, 40) if max(q_parts, v_parts) == 1 else (240, 24)
-        return {
-            "K_STAGES": stages, "SHARED_BYTES": rest + stages * 128 * k, "CONSUMER_REGISTERS": consumer,
-            "PRODUCER_REGISTERS": producer,
-        }  # fmt: skip
+        return {"SHARED_BYTES": 0}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        if self is not BACKWARD_SM90[1]:
-            return {}
+        return {}
+
+
+class BackwardRows(_BackwardSm90):
+    """First, what is to be known of each query."""
+
+    name = "backward_sm90_rows"
+
+
+class BackwardProducts(_BackwardSm90):
+    """d_k and d_v lie in registers, d_q in sums in memory."""
+
+    name = "backward_sm90"
+
+    def threads(self, tile: Tile) -> int:
+        return 384
+
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+        q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
+        # Rows of 128 bytes: two stages of k, q and d_out, v, d_s; then d_q, shift and delta, barriers, room to align tiles.
+        rows = tile.k * (2 * q_parts + v_parts + 2) + 2 * tile.q * (q_parts + v_parts)
+        wide = max(q_parts, v_parts) > 1  # whose products leave the producer few registers
+        return {
+            "SHARED_BYTES": 128 * rows + 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + 256 + 1024,
+            "CONSUMER_REGISTERS": 240 if wide else 232,
+            "PRODUCER_REGISTERS": 24 if wide else 40,
+        }
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         half = -(-shape.d // 64) * 32
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, _up(shape.d, 16), _up(shape.d_v, 16), half})}
+
+
+class BackwardDQuery(_BackwardSm90):
+    """Last, d_q from its sums."""
+
+    name = "backward_sm90_d_query"
 
 
 class Refine:
@@ -307,7 +322,4 @@ RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), Forward
 REFINE = Refine()
 # Those of backward passes, one after the other.
 BACKWARD: tuple[Rung, ...] = (TiledDQuery(), TiledDKeys())
-BACKWARD_SM90 = (
-    BackwardSm90("backward_sm90_rows", 256), BackwardSm90("backward_sm90", 384),
-    BackwardSm90("backward_sm90_d_query", 256),
-)  # fmt: skip
+BACKWARD_SM90 = (BackwardRows(), BackwardProducts(), BackwardDQuery())

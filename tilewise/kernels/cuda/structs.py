@@ -79,7 +79,7 @@ BACKWARD_ARRAYS = ("d_out", "d_lse", "delta", "d_q", "d_k", "d_v")
 
 @cache
 def backward_type(n_arrays: int) -> type[Structure]:
-    """Backward of source/backward.h."""
+    """Backward of source/params.h."""
 
     class Backward(Structure):
         _fields_ = [("params", params_type(n_arrays)), *((name, Array) for name in BACKWARD_ARRAYS)]

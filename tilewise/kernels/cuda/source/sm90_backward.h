@@ -7,6 +7,7 @@
 constexpr int K_BYTES = TILE_K * Q_PARTS * ROW_BYTES, V_BYTES = TILE_K * V_PARTS * ROW_BYTES,
               Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, O_BYTES = TILE_Q * V_PARTS * ROW_BYTES,
               S_BYTES = TILE_K * ROW_BYTES, ROWS_BYTES = TILE_Q * 4;
+constexpr int K_STAGES = 2;
 constexpr int HALF = Q_PARTS * PART / 2;  // columns of d_q that a warpgroup computes
 constexpr int HALF_BYTES = TILE_Q * HALF * 4;
 constexpr int WARPGROUPS = TILE_K / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;

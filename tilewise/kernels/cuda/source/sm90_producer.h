@@ -42,12 +42,9 @@ struct Scheduler {
     // Each lane copies a word of the record, and says so; what depends on the head is filled in.
     __device__ __forceinline__ void make_ready(int index) {
         const Params& params = launch.params;
-        const int all = launch.items / params.tiles, last = launch.sections - 1;
-        const int section = min(index / (launch.section * params.tiles), last), before = section * launch.section;
-        const int heads = section == last ? all - before : launch.section;
-        const int rest = index - before * params.tiles, head = before + rest % heads;
-        const int b = head / params.heads, h = head % params.heads;
-        const int64 record = int64(b) * launch.record_batch + int64(h) * launch.record_head + rest / heads;
+        const HeadAndTile at = in_turns(index, launch.items, params.tiles, launch.section, launch.sections);
+        const int b = at.head / params.heads, h = at.head % params.heads;
+        const int64 record = int64(b) * launch.record_batch + int64(h) * launch.record_head + at.tile;
         int word = launch.records[record * 32 + lane];
         if (lane == B_WORD) word = b;
         if (lane == B_WORD + 1) word = h;
@@ -156,7 +153,6 @@ struct Loader {
     __device__ __forceinline__ void load_v() {
         if (v_tile < 0) return;
         wait_together(shared.v_free(v_ring.stage), v_ring.parity);
-        // Beyond the last key of a packed sequence lie the next one's, which may be anything: 0 * NaN would be NaN.
         const bool clears = launch.params.n_sequences > 1 && v_left < TILE_K;
         const uint32 full = shared.v_full(v_ring.stage), told = clears ? shared.v_tail() : full;
         if (lane == 0) {
@@ -168,19 +164,11 @@ struct Loader {
         if (clears) {
             wait_together(told, tail_ring.parity);
             tail_ring.advance();
-            clear_rows(v_left);
+            clear_rows<TILE_K, V_PARTS>(shared.memory + Shared::V + v_ring.stage * V_BYTES, v_left, lane);
             hw::fence_async();
             __syncwarp();
             if (lane == 0) hw::mbarrier_arrive(full);
         }
         v_ring.advance();
-    }
-    __device__ __forceinline__ void clear_rows(int from) const {
-        for (int part = 0; part < V_PARTS; part++) {
-            unsigned char* const tile = shared.memory + Shared::V + v_ring.stage * V_BYTES + part * TILE_K * ROW_BYTES;
-#pragma unroll 1
-            for (int i = from * ROW_BYTES / 16 + lane; i < TILE_K * ROW_BYTES / 16; i += 32)
-                reinterpret_cast<uint4*>(tile)[i] = make_uint4(0, 0, 0, 0);
-        }
     }
 };

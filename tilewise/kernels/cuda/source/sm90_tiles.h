@@ -20,6 +20,27 @@ template <int N> struct Ring {
     }
 };
 
+// Which head an item is of, and which of its tiles: the heads of a section take turns, their tiles in order; the last section
+// has the rest.
+struct HeadAndTile {
+    int head, tile;
+};
+__device__ __forceinline__ HeadAndTile in_turns(int index, int items, int tiles, int section, int sections) {
+    const int number = min(index / (section * tiles), sections - 1), before = number * section;
+    const int heads = number == sections - 1 ? items / tiles - before : section;
+    const int rest = index - before * tiles;
+    return {before + rest % heads, rest / heads};
+}
+
+// Rows of a tile, from one on, become 0, by a warp. Beyond the end of a packed sequence lie the next one's, which may be
+// anything: 0 * NaN would be NaN.
+template <int ROWS, int PARTS> __device__ __forceinline__ void clear_rows(unsigned char* tile, int from, int lane) {
+    for (int part = 0; part < PARTS; part++)
+#pragma unroll 1
+        for (int i = from * ROW_BYTES / 16 + lane; i < ROWS * ROW_BYTES / 16; i += 32)
+            reinterpret_cast<uint4*>(tile + part * ROWS * ROW_BYTES)[i] = make_uint4(0, 0, 0, 0);
+}
+
 // A lane that lags behind must not miss a phase: the others go on only with it.
 __device__ __forceinline__ void wait_together(uint32 bar, uint32 parity) {
     hw::mbarrier_wait(bar, parity);

@@ -1,0 +1,171 @@
+// The producer warpgroup of Hopper's backward pass: two warps have the copy engine bring tiles, as soon as consumers have
+// freed their places, and two hand it what they add to d_q.
+#pragma once
+
+// A warp that has the copy engine bring tiles: one takes items and brings k, q and what exponents are shifted by, the other
+// v, d_out and delta.
+struct Loader {
+    const Launch& launch;
+    const Params& params;
+    const Shared& shared;
+    const int number, lane;
+    uint32 tails = 0;
+
+    __device__ __forceinline__ Loader(const Launch& launch, const Shared& shared)
+        : launch(launch), params(launch.backward.params), shared(shared), number(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+
+    template <int ROWS, int PARTS>
+    __device__ __forceinline__ void load(uint32 to, const TensorMap* map, uint32 full, int row, int h, int b, int left,
+                                         const float* more = nullptr, uint32 more_to = 0) {
+        const bool clears = params.n_sequences > 1 && left < ROWS;
+        const uint32 told = clears ? shared.tail(number) : full;
+        if (lane == 0) {
+            hw::mbarrier_arrive_expect(told, ROWS * PARTS * ROW_BYTES + (more ? ROWS_BYTES : 0));
+            for (int part = 0; part < PARTS; part++)
+                hw::tma_load_4d(to + part * ROWS * ROW_BYTES, map, told, part * PART, row, h, b);
+            if (more) hw::bulk_load(more_to, more, ROWS_BYTES, told);
+        }
+        if (!clears) return;
+        wait_together(told, tails++ % 2);
+        clear_rows<ROWS, PARTS>(shared.memory + (to - shared.base), left, lane);
+        hw::fence_async();
+        __syncwarp();
+        if (lane == 0) hw::mbarrier_arrive(full);
+    }
+
+    // In order, each by a block that runs: whatever this one will wait for was begun before. The last to ask leaves 0 for the
+    // next launch.
+    __device__ __forceinline__ int next_index() const {
+        int index = 0;
+        if (lane == 0) {
+            index = atomicAdd(launch.next_item, 1);
+            if (index == launch.items + int(gridDim.x) - 1) *launch.next_item = 0;
+        }
+        return __shfl_sync(~0u, index, 0);
+    }
+    __device__ __forceinline__ Shared::Item item_of(int index) const {
+        const HeadAndTile at = in_turns(index, launch.items, params.tiles, launch.section, launch.sections);
+        const int heads_k = params.heads / params.group;
+        const int sequence = sequence_of_tile(params.sequences, params.n_sequences, at.tile);
+        return {at.tile - params.sequences[sequence].first_tile, sequence, at.head / heads_k, at.head % heads_k, 0};
+    }
+
+    __device__ __forceinline__ void bring_keys_and_queries() {
+        Ring<K_STAGES> k_ring;
+        Ring<2> q_ring;
+        k_ring.parity = q_ring.parity = 1;  // all places are free
+        while (true) {
+            wait_together(shared.k_free(k_ring.stage), k_ring.parity);
+            const int index = next_index();
+            volatile Shared::Item& told = shared.item(k_ring.stage);
+            if (index >= launch.items) {
+                if (lane == 0) told.j = -1;
+                if (lane == 0) hw::mbarrier_arrive(shared.k_full(k_ring.stage));
+                return;
+            }
+            const Shared::Item item = item_of(index);
+            const Sequence& sequence = params.sequences[item.sequence];
+            Visits at(launch, item.sequence, item.b, item.hk, item.j);
+            const int visits = count_of(at);
+            if (lane == 0) {
+                told.j = item.j;
+                told.sequence = item.sequence;
+                told.b = item.b;
+                told.hk = item.hk;
+                told.visits = visits;
+            }
+            // 1 load k
+            load<TILE_K, Q_PARTS>(shared.k(k_ring.stage), &launch.k, shared.k_full(k_ring.stage),
+                                  sequence.k_begin + item.j * TILE_K, item.hk, item.b, sequence.n_k - item.j * TILE_K);
+            k_ring.advance();
+            // for each q tile of the schedule: q
+            while (at.next()) {
+                wait_together(shared.q_free(q_ring.stage), q_ring.parity);
+                volatile Shared::Meeting& meeting = shared.meeting(q_ring.stage);
+                if (lane == 0) {
+                    meeting.tile = at.tile;
+                    meeting.h = at.h;
+                    meeting.kind = at.kind;
+                }
+                load<TILE_Q, Q_PARTS>(shared.q(q_ring.stage), &launch.q, shared.q_full(q_ring.stage), at.first_query(), at.h, at.b,
+                                      at.queries_left(), launch.rows + at.tile_of_all() * (2 * TILE_Q),
+                                      shared.shift(q_ring.stage));
+                q_ring.advance();
+            }
+        }
+    }
+
+    __device__ __forceinline__ void bring_values() {
+        Ring<K_STAGES> k_ring;
+        Ring<1> v_ring;
+        Ring<2> o_ring;
+        v_ring.parity = o_ring.parity = 1;
+        while (true) {
+            wait_together(shared.k_full(k_ring.stage), k_ring.parity);
+            const Shared::Item item = shared.copy_of_item(k_ring.stage);
+            if (item.j < 0) return;
+            __syncwarp();  // all lanes have read the item
+            if (lane == 0) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
+            k_ring.advance();
+            wait_together(shared.v_free(), v_ring.parity);
+            v_ring.advance();
+            // 1 load v. What d_p is beyond the last key, weights of 0 pass over: nothing is to be cleared.
+            load<TILE_K, V_PARTS>(shared.v(), &launch.v, shared.v_full(),
+                                  params.sequences[item.sequence].k_begin + item.j * TILE_K, item.hk, item.b, TILE_K);
+            // for each q tile of the schedule: d_out
+            Visits at(launch, item.sequence, item.b, item.hk, item.j);
+            while (at.next()) {
+                wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);
+                load<TILE_Q, V_PARTS>(shared.d_out(o_ring.stage), &launch.d_out, shared.d_out_full(o_ring.stage), at.first_query(),
+                                      at.h, at.b, at.queries_left(),
+                                      launch.rows + at.tile_of_all() * (2 * TILE_Q) + TILE_Q, shared.delta(o_ring.stage));
+                o_ring.advance();
+            }
+        }
+    }
+};
+
+// A turn that is given away when what the copy engine was told is in memory.
+__device__ __forceinline__ void give_away(int*& owed) {
+    if (!owed) return;
+    hw::bulk_wait_done<0>();
+    hw::fence_async_global();
+    hw::add_release(owed, 1);
+    owed = nullptr;
+}
+
+// A warp for each warpgroup adds its half of d_q to the sums, when it is this key tile's turn. The first need not add.
+__device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, int half) {
+    const bool leads = threadIdx.x % 32 == 0;
+    int* owed = nullptr;
+    Ring<K_STAGES> k_ring;
+    while (true) {
+        hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+        const Shared::Item item = shared.copy_of_item(k_ring.stage);
+        if (item.j < 0) return;
+        __syncwarp();  // all lanes have read the item
+        if (leads) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
+        k_ring.advance();
+
+        Visits at(launch, item.sequence, item.b, item.hk, item.j);
+        while (at.next()) {
+            const int64 tile = at.tile_of_all();
+            const int turn = turn_of(at);
+            hw::barrier_arrive(Shared::D_Q_READ + half, 160);
+            give_away(owed);
+            hw::barrier_sync(Shared::D_Q_WRITTEN + half, 160);
+            if (leads) {
+                float* const to = launch.sums + (tile * 2 + half) * (HALF_BYTES / 4);
+                owed = launch.turns + tile * 2 + half;
+                hw::wait_for_number(owed, turn);
+                hw::fence_async_global();
+                if (turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
+                else hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
+                hw::tma_store_commit();
+                hw::tma_store_wait<0>();
+            }
+            __syncwarp();
+        }
+        give_away(owed);
+    }
+}
