@@ -229,6 +229,7 @@ class ForwardSm90:
 class _BackwardSm90:
     """What the kernels of Hopper's backward pass share. A block has 128 keys and meets 64 queries at a time."""
 
+    name: str
     folder, planned, by_key, persistent = SOURCES, True, True, False
     TILE = Tile(64, 128)
     MOST_D = 128
@@ -270,7 +271,7 @@ class BackwardProducts(_BackwardSm90):
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
-        # Rows of 128 bytes: two stages of k, q and d_out, v, d_s; then d_q, shift and delta, barriers, room to align tiles.
+        # Rows of 128 bytes: two stages of k, q and d_out, v, d_s; then d_q, shift and delta, barriers, room to align.
         rows = tile.k * (2 * q_parts + v_parts + 2) + 2 * tile.q * (q_parts + v_parts)
         wide = max(q_parts, v_parts) > 1  # whose products leave the producer few registers
         return {

@@ -2,6 +2,15 @@
 // freed their places, and two hand it what they add to d_q.
 #pragma once
 
+// Where a query tile is, looked up before there is room for it: each number is a way to memory and back.
+struct Place {
+    int first_query, left;
+    const float* rows;
+
+    __device__ __forceinline__ explicit Place(const Visits& at)
+        : first_query(at.first_query()), left(at.queries_left()), rows(at.launch.rows + at.tile_of_all() * (2 * TILE_Q)) {}
+};
+
 // A warp that has the copy engine bring tiles: one takes items and brings k, q and what exponents are shifted by, the other
 // v, d_out and delta.
 struct Loader {
@@ -80,6 +89,7 @@ struct Loader {
             k_ring.advance();
             // for each q tile of the schedule: q
             while (at.next()) {
+                const Place place(at);
                 wait_together(shared.q_free(q_ring.stage), q_ring.parity);
                 volatile Shared::Meeting& meeting = shared.meeting(q_ring.stage);
                 if (lane == 0) {
@@ -87,9 +97,8 @@ struct Loader {
                     meeting.h = at.h;
                     meeting.kind = at.kind;
                 }
-                load<TILE_Q, Q_PARTS>(shared.q(q_ring.stage), &launch.q, shared.q_full(q_ring.stage), at.first_query(), at.h, at.b,
-                                      at.queries_left(), launch.rows + at.tile_of_all() * (2 * TILE_Q),
-                                      shared.shift(q_ring.stage));
+                load<TILE_Q, Q_PARTS>(shared.q(q_ring.stage), &launch.q, shared.q_full(q_ring.stage), place.first_query, at.h,
+                                      at.b, place.left, place.rows, shared.shift(q_ring.stage));
                 q_ring.advance();
             }
         }
@@ -115,10 +124,11 @@ struct Loader {
             // for each q tile of the schedule: d_out
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             while (at.next()) {
+                const Place place(at);
                 wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);
-                load<TILE_Q, V_PARTS>(shared.d_out(o_ring.stage), &launch.d_out, shared.d_out_full(o_ring.stage), at.first_query(),
-                                      at.h, at.b, at.queries_left(),
-                                      launch.rows + at.tile_of_all() * (2 * TILE_Q) + TILE_Q, shared.delta(o_ring.stage));
+                load<TILE_Q, V_PARTS>(shared.d_out(o_ring.stage), &launch.d_out, shared.d_out_full(o_ring.stage),
+                                      place.first_query, at.h, at.b, place.left, place.rows + TILE_Q,
+                                      shared.delta(o_ring.stage));
                 o_ring.advance();
             }
         }
@@ -134,7 +144,9 @@ __device__ __forceinline__ void give_away(int*& owed) {
     owed = nullptr;
 }
 
-// A warp for each warpgroup adds its half of d_q to the sums, when it is this key tile's turn. The first need not add.
+// A warp for each warpgroup adds its half of d_q to the sums, when it is this key tile's turn. The first need not add. What is
+// to be known of an addition is looked up while the copy engine works on the one before, and its turn may come while the
+// consumers still work on it.
 __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, int half) {
     const bool leads = threadIdx.x % 32 == 0;
     int* owed = nullptr;
@@ -148,16 +160,20 @@ __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared
         k_ring.advance();
 
         Visits at(launch, item.sequence, item.b, item.hk, item.j);
-        while (at.next()) {
-            const int64 tile = at.tile_of_all();
-            const int turn = turn_of(at);
+        for (int left = item.visits; left > 0; left--) {
             hw::barrier_arrive(Shared::D_Q_READ + half, 160);
+            at.next();
+            const int64 place = at.tile_of_all() * 2 + half;
+            const int turn = turn_of(at);
             give_away(owed);
+            if (leads) {
+                owed = launch.turns + place;
+                hw::wait_for_number(owed, turn);
+            }
+            __syncwarp();
             hw::barrier_sync(Shared::D_Q_WRITTEN + half, 160);
             if (leads) {
-                float* const to = launch.sums + (tile * 2 + half) * (HALF_BYTES / 4);
-                owed = launch.turns + tile * 2 + half;
-                hw::wait_for_number(owed, turn);
+                float* const to = launch.sums + place * (HALF_BYTES / 4);
                 hw::fence_async_global();
                 if (turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
                 else hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
