@@ -83,7 +83,8 @@ def _sources(spec: Attention, shape: Shape, backward: bool) -> list[Source]:
     made = [source_of(spec, shape, HOPPER)]
     if backward:
         slope = score_slopes(spec)[S]
-        made += [assembled(rung, spec, shape, rung.TILE, tables=False, slope=slope)[0] for rung in BACKWARD_SM90]
+        tile = BACKWARD_SM90[0].default_tile(spec, shape)
+        made += [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung in BACKWARD_SM90]
     return made
 
 

@@ -249,14 +249,13 @@ def backward_launch(
     of_head = 4 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v) // 2
     made.section = min(heads, max(1, _L2_SHARE // of_head))
     made.sections = max(1, heads // made.section)
-    made.binary_scale = LOG2_E * (full.params.scale if spec.raw_scores else 1)
     return made  # type: ignore[no-any-return]
 
 
 def workspace(shape: Shape, by_query: Tables, tile: Tile) -> dict[str, int]:
     """How many numbers of 4 bytes Hopper's backward pass needs beside its results."""
     tiles = blocks(shape, by_query)
-    return {"rows": tiles * 2 * tile.q, "sums": tiles * tile.q * -(-shape.d // 64) * 64, "turns": tiles * 2}
+    return {"rows": tiles * 2 * tile.q, "sums": tiles * tile.q * -(-shape.d // 64) * 64, "turns": tiles}
 
 
 def launch(

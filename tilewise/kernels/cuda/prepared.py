@@ -176,7 +176,7 @@ def prepare_backward_sm90(
     """Hopper's kernels of a backward pass, as above, and how many floats each of structs.WORKSPACE has, whose addresses
     follow the others."""
     gpu.ensure_context(device)
-    tile = BACKWARD_SM90[0].TILE
+    tile = BACKWARD_SM90[0].default_tile(spec, shape)
     by_key, numbers = launcher.tables_on(device, spec, shape, tile, BACKWARD_SM90[0])
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
     if marshal.blocks(shape, by_query) == 0:

@@ -104,7 +104,6 @@ def backward_launch_type(n_arrays: int) -> type[Structure]:
             ("q_tiles", c_int32),
             ("next_item", c_void_p),
             *((name, c_int32) for name in ("items", "section", "sections")),
-            ("binary_scale", c_float),
         ]  # fmt: skip
 
     return BackwardLaunch

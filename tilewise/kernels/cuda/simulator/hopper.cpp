@@ -16,7 +16,6 @@ namespace simulator {
 
 // Addresses in shared memory are not multiples of more than 16 by themselves: kernels must align what needs it.
 constexpr uint32 BASE = 1024 + 16;
-constexpr int WARPGROUP = 128;
 constexpr unsigned char POISON_BYTE = 0xff;
 constexpr uint32 POISON = 0x7fc0beef;  // a NaN that no computation gives
 

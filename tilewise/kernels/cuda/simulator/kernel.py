@@ -133,7 +133,7 @@ def _launch_tiled(
 
 
 def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int) -> None:
-    tile = BACKWARD_SM90[0].TILE
+    tile = BACKWARD_SM90[0].default_tile(spec, shape)
     by_key, by_query = (marshal.tables(spec, shape, tile, rungs[0]) for rungs in (BACKWARD_SM90, BACKWARD))
     if marshal.blocks(shape, by_query) == 0:
         return

@@ -346,23 +346,42 @@ static bool someone_asks() {
     return std::any_of(fibers.begin(), fibers.end(), [](const Fiber& fiber) { return fiber.asks; });
 }
 
-static void run_block(char* stacks) {
-    begin_block(stacks);
-    const size_t n = fibers.size();
-    std::vector<size_t> order(n);
-    for (size_t i = 0; i < n; i++) order[i] = launch.order == 1 ? n - 1 - i : i;
-    for (uint64_t turns = 0; alive;) {
-        if (launch.order == 2)
-            for (size_t i = n; i > 1; i--) std::swap(order[i - 1], order[random_number() % i]);
+// In which order threads take turns. At random, one of the warpgroups may lag behind for a while: it goes on only when no
+// other thread can, so that whoever should wait for it and does not is far ahead.
+struct Turns {
+    std::vector<size_t> order;
+    size_t lagging = ~size_t(0);
+
+    Turns() : order(fibers.size()) {
+        const size_t n = order.size();
+        for (size_t i = 0; i < n; i++) order[i] = launch.order == 1 ? n - 1 - i : i;
+    }
+    void shuffle() {
+        for (size_t i = order.size(); i > 1; i--) std::swap(order[i - 1], order[random_number() % i]);
+        if (random_number() % 32 == 0) lagging = random_number() % (order.size() / WARPGROUP + 1);
+    }
+    // Whether anyone came further, of those that lag or of the others.
+    bool take(bool lag) const {
         bool any = false;
         for (size_t i : order) {
+            if ((i / WARPGROUP == lagging) != lag) continue;
             any |= take_turn(fibers[i]);
             if (launch.order == 2 && !pending.empty() && random_number() % 64 == 0) {
                 do_some_of(pending);
                 any = true;
             }
         }
-        if ((turns += n) > MOST_TURNS) fail(nowhere(), "a thread spins forever");
+        return any;
+    }
+};
+
+static void run_block(char* stacks) {
+    begin_block(stacks);
+    Turns threads;
+    for (uint64_t turns = 0; alive;) {
+        if (launch.order == 2) threads.shuffle();
+        const bool any = threads.take(false) || threads.take(true);
+        if ((turns += fibers.size()) > MOST_TURNS) fail(nowhere(), "a thread spins forever");
         if (any) {
             rounds_of_asking = 0;
         } else if (!pending.empty()) {

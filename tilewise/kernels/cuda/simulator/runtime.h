@@ -18,7 +18,7 @@ struct SourceLine {
 
 namespace simulator {
 
-constexpr int WARP = 32, BARRIERS = 16;
+constexpr int WARP = 32, WARPGROUP = 128, BARRIERS = 16;
 
 struct Thread {  // device.h knows its beginning
     uint3 index;

@@ -106,14 +106,15 @@ struct Consumer {
         });
     }
     __device__ __forceinline__ void exponentiate(int stage) {
-        const float scale = launch.binary_scale;
+        const float scale = SCORED ? 1.0f : params.scale;
 #pragma unroll
         for (int n = 0; n < TILE_Q / 8; n++) {
-            const float2 shift = two_of(shared.shift(stage), n);
-            s[n * 4] = exp2_approximate(fmaf(s[n * 4], scale, -shift.x));
-            s[n * 4 + 1] = exp2_approximate(fmaf(s[n * 4 + 1], scale, -shift.y));
-            s[n * 4 + 2] = exp2_approximate(fmaf(s[n * 4 + 2], scale, -shift.x));
-            s[n * 4 + 3] = exp2_approximate(fmaf(s[n * 4 + 3], scale, -shift.y));
+            const float2 lse = two_of(shared.shift(stage), n);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {  // lse first: as a power of 2 it would be rounded, by much where scores are large
+                float& x = s[n * 4 + i];
+                x = exp2_approximate(LOG2_E * fmaf(x, scale, -(i % 2 ? lse.y : lse.x)));
+            }
         }
     }
     // The numbers of two neighbouring queries.
@@ -145,7 +146,7 @@ struct Consumer {
             uint32 words[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) words[i] = hw::packed<Element>(s[k * 8 + 2 * i], s[k * 8 + 2 * i + 1]);
-            hw::store_matrices(at + ((k * 2 + lane / 16) ^ row % 8) * 16, words);
+            hw::store_matrices(at + k / 4 * TILE_K * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ row % 8) * 16, words);
         }
     }
 
@@ -160,14 +161,17 @@ struct Consumer {
         const uint64 a_at = swizzled_128(shared.d_s(stage) + number * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(shared.q(stage), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
-        for (int k = 0; k < TILE_Q / 16; k++)
-            hw::wgmma<DEPTH, true, false, true>(d_k, a_at + k * 32 / 16, b_at + k * 16 * ROW_BYTES / 16);
+        for (int k = 0; k < TILE_Q / 16; k++) {
+            const uint64 a = a_at + (k / 4 * TILE_K * ROW_BYTES + k % 4 * 32) / 16;
+            hw::wgmma<DEPTH, true, false, true>(d_k, a, b_at + k * 16 * ROW_BYTES / 16);
+        }
         hw::wgmma_commit();
     }
-    // Of all keys, and of half of the columns: a part of k, or half of its only one.
+    // Of all keys. Half of the columns are a part of k, or half of its only one.
     __device__ __forceinline__ void multiply_d_s_k(int stage) {
-        const uint32 columns = k() + number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
-        const uint64 a_at = swizzled_128(shared.d_s(stage), 8 * ROW_BYTES, 16);
+        const uint32 rows = shared.d_s(stage) + (BY_ROWS ? number * TILE_K * ROW_BYTES : 0);
+        const uint32 columns = k() + (BY_ROWS ? 0 : number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2));
+        const uint64 a_at = swizzled_128(rows, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(columns, 8 * ROW_BYTES, TILE_K * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++) {
@@ -178,13 +182,13 @@ struct Consumer {
         hw::wgmma_commit();
     }
     __device__ __forceinline__ void hand_over_d_q() const {
-        hw::barrier_sync(Shared::D_Q_READ + number, 160);
+        hw::barrier_sync(Shared::d_q_room(steps, number), 160);
         unsigned char* const to = shared.memory + (shared.d_q(number) - shared.base) + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < HALF / 8; n++)
             *reinterpret_cast<float4*>(to + n * 2048) = make_float4(d_q[n * 4], d_q[n * 4 + 1], d_q[n * 4 + 2], d_q[n * 4 + 3]);
         hw::fence_async();
-        hw::barrier_arrive(Shared::D_Q_WRITTEN + number, 160);
+        hw::barrier_arrive(Shared::d_q_written(steps, number), 160);
     }
 
     // A query tile. s is there; d_k of the step before is under way, unless this is the first.

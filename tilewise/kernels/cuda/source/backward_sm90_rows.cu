@@ -7,8 +7,6 @@
 #include "hopper.h"
 #include "sm90_backward.h"
 
-constexpr float LOG2_E = 1.4426950408889634f;
-
 struct alignas(16) Eight {
     Element numbers[8];
 };
@@ -40,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(4 * TILE_Q) attention(const __grid_
         if (inside && backward.d_lse.data) delta -= *row_of<const float>(backward.d_lse, b, h, query);
         if (inside) *row_of<float>(backward.delta, b, h, query) = delta;
         float* const rows = launch.rows + tile_of(launch, b, h, tile) * (2 * TILE_Q);
-        rows[row] = lse == -INFINITY ? INFINITY : lse * LOG2_E;  // a row without keys has weights of 0
+        rows[row] = lse == -INFINITY ? INFINITY : lse;  // a row without keys has weights of 0
         rows[TILE_Q + row] = delta;
     }
-    if (threadIdx.x < 2) launch.turns[tile_of(launch, b, h, tile) * 2 + threadIdx.x] = 0;
+    if (threadIdx.x == 0) launch.turns[tile_of(launch, b, h, tile)] = 0;
 }

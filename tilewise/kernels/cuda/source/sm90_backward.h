@@ -6,12 +6,16 @@
 
 constexpr int K_BYTES = TILE_K * Q_PARTS * ROW_BYTES, V_BYTES = TILE_K * V_PARTS * ROW_BYTES,
               Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, O_BYTES = TILE_Q * V_PARTS * ROW_BYTES,
-              S_BYTES = TILE_K * ROW_BYTES, ROWS_BYTES = TILE_Q * 4;
+              ROWS_BYTES = TILE_Q * 4;
 constexpr int K_STAGES = 2;
-constexpr int HALF = Q_PARTS * PART / 2;  // columns of d_q that a warpgroup computes
-constexpr int HALF_BYTES = TILE_Q * HALF * 4;
+constexpr int S_PARTS = TILE_Q / PART, S_BYTES = TILE_K * S_PARTS * ROW_BYTES;  // d_s lies keys down
+// A warpgroup computes half of d_q, 64 rows: all columns of half of the queries, or half of the columns of all 64.
+constexpr bool BY_ROWS = S_PARTS == 2;
+constexpr int HALF = BY_ROWS ? Q_PARTS * PART : Q_PARTS * PART / 2;  // its columns
+constexpr int HALF_BYTES = 64 * HALF * 4;
 constexpr int WARPGROUPS = TILE_K / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
-static_assert(TILE_Q == PART && WARPGROUPS == 2, "scores of a key are one row of 128 bytes, and d_q has two halves");
+static_assert((TILE_Q == 64 || TILE_Q == 128) && WARPGROUPS == 2, "d_q has two halves, of 64 rows");
+constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Launch {  // as in ../structs.py
     TensorMap q, k, v, d_out;
@@ -19,13 +23,12 @@ struct Launch {  // as in ../structs.py
     const Sequence* sequences;  // the same plan by queries
     const int* offsets;
     const Run* runs;
-    float* rows;  // of each query tile of each head: what exponents are shifted by, as powers of 2, then delta
+    float* rows;  // of each query tile of each head: lse, by which exponents are shifted, then delta
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
-    int* turns;  // of each half of them: how many key tiles were added
+    int* turns;  // of each of those: how many key tiles were added
     int q_tiles;
     int* next_item;
     int items, section, sections;  // as in sm90.h, of key tiles and key heads
-    float binary_scale;
 };
 
 // A query tile of one head, in the count of all; `tile` counts those of all sequences.
@@ -166,6 +169,8 @@ struct Shared {
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: all consumers have written d_s; a warpgroup's half of d_q is written, or was read.
-    static constexpr int D_S_WRITTEN = 1, D_Q_WRITTEN = 2, D_Q_READ = 4;
+    // Named barriers: all consumers have written d_s; there is room for a warpgroup's half of d_q, and it is written.
+    static constexpr int D_S_WRITTEN = 1;
+    static __device__ __forceinline__ int d_q_room(uint32 step, int half) { return 2 + step % 2 * 2 + half; }
+    static __device__ __forceinline__ int d_q_written(uint32 step, int half) { return 6 + step % 2 * 2 + half; }
 };

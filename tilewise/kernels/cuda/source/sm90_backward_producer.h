@@ -144,12 +144,13 @@ __device__ __forceinline__ void give_away(int*& owed) {
     owed = nullptr;
 }
 
-// A warp for each warpgroup adds its half of d_q to the sums, when it is this key tile's turn. The first need not add. What is
-// to be known of an addition is looked up while the copy engine works on the one before, and its turn may come while the
-// consumers still work on it.
-__device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, int half) {
+// Two warps take turns: one adds d_q of even steps to the sums, the other of odd ones. While the copy engine works on one
+// addition, the other warp looks up what is to be known of the next, and waits until it is this key tile's turn. The first
+// key tile of a query tile need not add.
+__device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, uint32 number) {
     const bool leads = threadIdx.x % 32 == 0;
     int* owed = nullptr;
+    uint32 steps = 0;
     Ring<K_STAGES> k_ring;
     while (true) {
         hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
@@ -160,23 +161,27 @@ __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared
         k_ring.advance();
 
         Visits at(launch, item.sequence, item.b, item.hk, item.j);
-        for (int left = item.visits; left > 0; left--) {
-            hw::barrier_arrive(Shared::D_Q_READ + half, 160);
-            at.next();
-            const int64 place = at.tile_of_all() * 2 + half;
+        for (; at.next(); steps++) {
+            if (steps % 2 != number) {  // the other's, which has the room that this one's had
+                for (int half = 0; half < 2; half++) hw::barrier_arrive(Shared::d_q_room(steps, half), 160);
+                give_away(owed);
+                continue;
+            }
+            const int64 tile = at.tile_of_all();
             const int turn = turn_of(at);
-            give_away(owed);
             if (leads) {
-                owed = launch.turns + place;
+                owed = launch.turns + tile;
                 hw::wait_for_number(owed, turn);
+                hw::fence_async_global();
             }
             __syncwarp();
-            hw::barrier_sync(Shared::D_Q_WRITTEN + half, 160);
+            for (int half = 0; half < 2; half++) {
+                hw::barrier_sync(Shared::d_q_written(steps, half), 160);
+                float* const to = launch.sums + (tile * 2 + half) * (HALF_BYTES / 4);
+                if (leads && turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
+                if (leads && turn != 0) hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
+            }
             if (leads) {
-                float* const to = launch.sums + place * (HALF_BYTES / 4);
-                hw::fence_async_global();
-                if (turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
-                else hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
                 hw::tma_store_commit();
                 hw::tma_store_wait<0>();
             }
