@@ -83,7 +83,7 @@ def test_standard_attention_is_not_tried_where_it_would_not_fit(
     capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "available_memory", lambda: 4 * 2 * 2 * 256 * 256 - 1)
-    code, out, _ = _run(capsys, "demo")
+    code, out, _ = _run(capsys, "demo", "--kernel", "numpy")
     assert code == 0
     assert "standard attention at n = 256: not run: two matrices of 256 KiB do not fit comfortably" in out
     assert "standard attention at n = 1024, window(256): not run: it would store 4.0 MiB for the 513 keys" in out
@@ -94,7 +94,7 @@ def test_the_demo_ends_on_a_slow_machine(
     capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "PATIENCE", 1e-9)
-    code, out, _ = _run(capsys, "demo")
+    code, out, _ = _run(capsys, "demo", "--kernel", "numpy")
     assert code == 0
     assert "tiled attention at n = 256: not run: judging by n = 64 it would take about" in out
 

@@ -14,10 +14,10 @@ from tilewise.contract import check_forward
 
 CASES = [
     Case("full", "one key"),
-    Case("causal", "ragged"),
+    Case("causal", "more queries than keys"),
     Case("window", "packed"),
     Case("sinks", "smallest head"),
-    Case("all at once", "grouped", "bfloat16"),
+    Case("all at once", "one query", "bfloat16"),
 ]
 
 

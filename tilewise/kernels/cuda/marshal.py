@@ -63,6 +63,7 @@ class Tables:
     sizes: Array | None = None  # how many key tiles each query tile has
     n_records: int = 0
     most_tiles: int = 0  # of a record
+    mean_visits: float = 0.0  # tiles that one of them meets
 
 
 def tables(spec: Attention, shape: Shape, tile: Tile, rung: Rung) -> Tables:
@@ -82,7 +83,7 @@ def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key:
     rows: list[tuple[int, ...]] = []
     offsets: list[Array] = []
     runs: list[Array] = []
-    tiles = n_offsets = n_runs = 0
+    tiles = n_offsets = n_runs = visited = planned_tiles = 0
     for part, queries, keys in shape.sequences(spec.lengths):
         where = (0, 0, 0)
         if planned:
@@ -93,11 +94,16 @@ def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key:
             runs.append(visits.table)
             n_offsets += visits.offsets.size
             n_runs += len(visits.table)
+            visited += int((visits.table[:, 1] - visits.table[:, 0]).sum())
+            planned_tiles += visits.offsets[..., 1:].size
         rows.append((*_fields(part, queries, keys, tiles), *where))
         tiles += -(-part.n_k // tile.k) if by_key else -(-part.n_q // tile.q)
     numbers = _joined(np.array(rows, np.int32), *offsets, *runs)
     offsets_at = len(rows) * len(structs.SEQUENCE_FIELDS)
-    return Tables(numbers, tiles, len(rows), offsets_at=offsets_at, runs_at=offsets_at + n_offsets)
+    return Tables(
+        numbers, tiles, len(rows), offsets_at=offsets_at, runs_at=offsets_at + n_offsets,
+        mean_visits=visited / max(1, planned_tiles),
+    )  # fmt: skip
 
 
 def _records(spec: Attention, shape: Shape, tile: Tile) -> Tables:
@@ -231,11 +237,11 @@ def backward(call: Any, arrays_of: dict[str, View]) -> Structure:
 
 
 def backward_launch(
-    full: Any, spec: Attention, shape: Shape, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes]
+    full: Any, shape: Shape, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes], at_once: int
 ) -> Structure:
     """Launch of source/sm90_backward.h around Backward, but for its workspace and its count.
 
-    at: where the tables by query are. Key tiles of several heads take turns, as many as stay in a GPU's cache.
+    at: where the tables by query are; at_once: blocks that run.
     """
     made: Any = structs.aligned(structs.backward_launch_type(len(full.params.arrays)))
     for name, encoded in maps.items():
@@ -245,10 +251,7 @@ def backward_launch(
         at + 4 * place for place in (by_query.sequences_at, by_query.offsets_at, by_query.runs_at)
     )
     made.q_tiles, made.items = by_query.tiles, blocks(shape, by_key, by_key=True)
-    heads = shape.heads_k * shape.batch
-    of_head = 4 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v) // 2
-    made.section = min(heads, max(1, _L2_SHARE // of_head))
-    made.sections = max(1, heads // made.section)
+    made.section, made.sections = _backward_sections(shape, by_key, at_once)
     return made  # type: ignore[no-any-return]
 
 
@@ -271,7 +274,10 @@ def launch(
     full.next_item = next_item
     full.items = blocks(shape, made)
     full.section, full.sections = _sections(shape, made, at_once)
-    full.binary_scale = LOG2_E * (call.scale if spec.raw_scores else 1)
+    scale = call.scale if spec.raw_scores else 1.0
+    full.binary_scale = LOG2_E * scale
+    full.natural = scale / full.binary_scale if scale else 1.0
+    full.natural_rest = scale / full.binary_scale - full.natural if scale else 0.0
     return full  # type: ignore[no-any-return]
 
 
@@ -313,6 +319,22 @@ def _sections(shape: Shape, made: Tables, at_once: int) -> tuple[int, int]:
     before = max(0, heads - max(by_cache, by_balance))
     count = math.ceil(before / by_cache)
     return (heads, 1) if count == 0 else (before // count, count + 1)
+
+
+_CHAIN = 2.5  # steps from one key tile's addition to a sum until the next tile's may follow, and some to spare
+
+
+def _backward_sections(shape: Shape, by_key: Tables, at_once: int) -> tuple[int, int]:
+    """How many heads take turns, and how many sections there are.
+
+    So many that the cache holds what they read and add to. But key tiles of a head begin one after the other, each when
+    the one before has added to its first sum: heads enough that all blocks are busy nevertheless.
+    """
+    heads = max(1, shape.heads_k * shape.batch)
+    by_cache = _L2_SHARE // max(1, 2 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v))
+    by_chain = math.ceil(_CHAIN * at_once / max(1.0, by_key.mean_visits * shape.group))
+    section = min(heads, max(1, by_cache, by_chain))
+    return section, max(1, heads // section)
 
 
 def tensor_maps(

@@ -183,11 +183,12 @@ def prepare_backward_sm90(
         return [], []
     given = {name: views[name] for name in structs.BACKWARD_MAPS}
     maps = {name: x.encoded() for name, x in marshal.tensor_maps(given, shape.dtype, tile).items()}
-    counts = marshal.backward_blocks(shape, by_key, by_query, gpu.multiprocessors(device))
+    at_once = gpu.multiprocessors(device)
+    counts = marshal.backward_blocks(shape, by_key, by_query, at_once)
     made = []
     for rung, blocks in zip(BACKWARD_SM90, counts, strict=True):
         source, full, order = _backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers)
-        launch = marshal.backward_launch(full, spec, shape, by_key, by_query, numbers_by_query.data_ptr(), maps)
+        launch = marshal.backward_launch(full, shape, by_key, by_query, numbers_by_query.data_ptr(), maps, at_once)
         inner, kind = type(launch).backward.offset, type(full)
         further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
         further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]

@@ -68,7 +68,7 @@ def launch_type(n_arrays: int) -> type[Structure]:
             *((name, c_int32) for name in ("record_batch", "record_head")),
             ("next_item", c_void_p),
             *((name, c_int32) for name in ("items", "section", "sections")),
-            ("binary_scale", c_float),
+            *((name, c_float) for name in ("binary_scale", "natural", "natural_rest")),
         ]  # fmt: skip
 
     return Launch

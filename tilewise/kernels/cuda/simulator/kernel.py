@@ -146,7 +146,7 @@ def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: O
     for rung, blocks in zip(BACKWARD_SM90, counts, strict=True):
         text, full, _held = _backward_of(rung, spec, shape, tile, views, by_key)
         at = int(by_query.numbers.ctypes.data)
-        made = marshal.backward_launch(full, spec, shape, by_key, by_query, at, maps)
+        made = marshal.backward_launch(full, shape, by_key, by_query, at, maps, MULTIPROCESSORS)
         for name, x in space.items():
             setattr(made, name, int(x.ctypes.data))
         _launch(text, made, blocks, order, seed)

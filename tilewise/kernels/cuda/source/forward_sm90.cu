@@ -284,7 +284,7 @@ struct Consumer {
         const float sink = sink_of(launch.params, work.h);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const Finished done = finished(row_max[half], sum_of_quad(row_sum[half]), sink);
+            const Finished done = finished(launch, row_max[half], sum_of_quad(row_sum[half]), sink);
             const bool inside = half * 8 < left;
             if (inside && quarter == 0) *row_of<float>(launch.params.lse, work.b, work.h, row + half * 8) = done.lse;
             Element* out = row_of<Element>(launch.params.out, work.b, work.h, row + half * 8);

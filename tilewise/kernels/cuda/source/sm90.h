@@ -20,6 +20,7 @@ struct Launch {  // as in ../structs.py
     int items;  // query tiles of all heads
     int section, sections;  // heads whose tiles are taken in turns; how many sections: the last takes the rest
     float binary_scale;  // what makes a score as it is kept a power of 2
+    float natural, natural_rest;  // what makes a power of 2 one of e, for lse, in two parts
 };
 
 constexpr int ITEMS = 4;  // one is stored, one computed, one loaded and one made ready at a time

@@ -192,11 +192,14 @@ template <int KEYS> struct Softmax {
 };
 
 // As in softmax.h, of a row_max that is an exponent of 2. It may be far from what the sum has grown to, so the sum's own
-// power joins it first: lse must not be the difference of two large numbers.
-__device__ __forceinline__ Finished finished(float row_max, float row_sum, float sink) {
+// power joins it first: lse must not be the difference of two large numbers. Nor may a large one be rounded on the way: the
+// gradients' weights are powers of e of its difference to a score.
+__device__ __forceinline__ Finished finished(const Launch& launch, float row_max, float row_sum, float sink) {
     if (row_sum == 0) return {0.0f, sink};
-    const int exponent = exponent_of(row_sum);
-    const float lse = (row_max + float(exponent) + log2_approximate(row_sum * power_of_2(-exponent))) * LN_2;
+    const float exponent = float(exponent_of(row_sum)), whole = row_max + exponent, joined = whole - row_max;
+    const float rest = (row_max - (whole - joined)) + (exponent - joined);  // what that sum was rounded by
+    const float fraction = rest + log2_approximate(row_sum * power_of_2(-exponent_of(row_sum)));
+    const float lse = fmaf(whole, launch.natural, fmaf(whole, launch.natural_rest, fraction * LN_2));
     const float weight = reciprocal_approximate(row_sum);
     if (!HAS_SINKS || sink == -INFINITY) return {weight, lse};
     const float larger = fmaxf(lse, sink), joint = larger + log1pf(expf(fminf(lse, sink) - larger));
