@@ -13,7 +13,7 @@ import pytest
 import tilewise as tw
 from tests.conformance.paths import forced, paths
 from tilewise import arrays, dispatch
-from tilewise.cases import Case, conformance
+from tilewise.cases import VARIANTS, Case, conformance
 from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device
 from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
@@ -94,7 +94,15 @@ def test_forward(run: Run) -> None:
             check_forward(kernel, run.case, run.tile)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+def _gradients(run: Run) -> Any:
+    """Triton's gradients of large cases are interpreted for seconds each: of the variants, one in three here, all by
+    `make test-all` and on a GPU."""
+    large = run.system == "triton" and run.case.shape == "several tiles"
+    left_out = large and list(VARIANTS).index(run.case.variant) % 3 != 0
+    return pytest.param(run, marks=[pytest.mark.slow] if left_out else [], id=str(run))
+
+
+@pytest.mark.parametrize("run", map(_gradients, RUNS))
 def test_backward(run: Run) -> None:
     kernel = _kernel(run.system, run.case, backward=True)
     with forced(run.system, run.path):

@@ -17,6 +17,7 @@ from tests.cuda.fake_gpu import FakeGpu
 from tests.cuda.test_ops import needs_compiler
 from tilewise import dispatch, expr, schedule, wire
 from tilewise.dispatch import Unsupported
+from tilewise.spec import Partial
 from tilewise.validate import prepare
 
 torch = pytest.importorskip("torch")
@@ -286,11 +287,12 @@ def test_gradients_of_arrays_that_tma_does_not_take(fake_gpu: FakeGpu) -> None:
         assert float((x - y).abs().max()) < 2e-2 * float(y.abs().max()) + 1e-3
 
 
+@pytest.mark.parametrize("wider", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["cuda/tiled", "cuda/forward_sm90"])
-def test_a_wider_gradient_makes_all_wider(name: str, fake_gpu: FakeGpu) -> None:
+def test_a_wider_gradient_makes_all_wider(name: str, wider: Any, fake_gpu: FakeGpu) -> None:
     q, k, v = (torch.ones(1, 1, n, 8, dtype=torch.float16) for n in (2, 1, 1))
     call, kernel = prepare(q, k, v), dispatch.kernel(name)
-    d_out = torch.tensor([100_000.5, -100_000.0])[:, None].expand(1, 1, 2, 8)
+    d_out = torch.tensor([100_000.5, -100_000.0], dtype=wider)[:, None].expand(1, 1, 2, 8)
     grads = kernel.backward(call.spec, q, k, v, kernel.forward(call.spec, q, k, v), d_out)
     assert grads.v.dtype == torch.float16 and bool((grads.v == 0.5).all())
 
@@ -300,6 +302,16 @@ def test_gradients_of_no_queries_and_of_no_keys(fake_gpu: FakeGpu) -> None:
         q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (n_q, n_k, n_k))
         found = torch.autograd.grad(tw.attention(q, k, v, kernel="cuda/tiled").sum(), (q, k, v))
         assert all(bool((x == 0).all()) for x in found)
+
+
+@pytest.mark.parametrize(("batch", "n_q", "n_k"), [(0, 5, 5), (1, 0, 5), (1, 5, 0)])
+def test_hoppers_gradients_of_nothing(batch: int, n_q: int, n_k: int, fake_gpu: FakeGpu) -> None:
+    q, k, v, d_out = (torch.randn(batch, 2, n, 16).bfloat16() for n in (n_q, n_k, n_k, n_q))
+    spec, kernel = prepare(q, k, v).spec, dispatch.kernel("cuda/forward_sm90")
+    saved = Partial(torch.zeros_like(q), torch.full((batch, 2, n_q), -torch.inf))
+    grads = kernel.backward(spec, q, k, v, saved, d_out)
+    for x, y in zip((q, k, v), (grads.q, grads.k, grads.v), strict=True):
+        assert x.shape == y.shape and bool((y == 0).all())
 
 
 def test_modes_see_the_operator(fake_gpu: FakeGpu) -> None:

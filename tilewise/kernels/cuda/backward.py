@@ -17,11 +17,11 @@ from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 def backward(
     spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None, by_hopper: bool
 ) -> Grads:
-    """On the current device. A gradient of the output that is wider than q makes all wider: Hopper's kernels leave that
-    to the tiled ones."""
+    """On the current device. A gradient of the output that is wider than q makes all wider, up to the type computed
+    with: Hopper's kernels leave that to the tiled ones, and what has no queries or no keys."""
     types = q.dtype, k.dtype, v.dtype
-    dtype = torch.promote_types(d_out.dtype, q.dtype)
-    by_hopper = by_hopper and dtype == q.dtype
+    dtype = q.dtype if d_out.dtype == q.dtype else torch.float32
+    by_hopper = by_hopper and dtype == q.dtype and q.numel() > 0 and k.numel() > 0
     lying = _copied if by_hopper else _rows
     q, k, v, out, d_out = (lying(x.to(dtype)) for x in (q, k, v, saved.out, d_out))
     given = {"q": q, "k": k, "v": v, "out": out, "lse": saved.lse.contiguous(), "d_out": d_out, "d_lse": d_lse}

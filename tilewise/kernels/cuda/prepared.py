@@ -174,13 +174,11 @@ def prepare_backward_sm90(
     spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
 ) -> tuple[list[Prepared], list[int]]:
     """Hopper's kernels of a backward pass, as above, and how many floats each of structs.WORKSPACE has, whose addresses
-    follow the others."""
+    follow the others. There are queries and keys."""
     gpu.ensure_context(device)
     tile = BACKWARD_SM90[0].default_tile(spec, shape)
     by_key, numbers = launcher.tables_on(device, spec, shape, tile, BACKWARD_SM90[0])
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
-    if marshal.blocks(shape, by_query) == 0:
-        return [], []
     given = {name: views[name] for name in structs.BACKWARD_MAPS}
     maps = {name: x.encoded() for name, x in marshal.tensor_maps(given, shape.dtype, tile).items()}
     at_once = gpu.multiprocessors(device)
