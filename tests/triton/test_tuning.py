@@ -17,6 +17,7 @@ from tilewise.expr import H, K, Q, load
 from tilewise.kernels.triton import fitting, tuned, tuning
 from tilewise.kernels.triton.tuning import Choice, Pass
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.variants.causal import causal
 
 SHAPE = Shape(1, 2, 2, 256, 256, 64, 64, "bfloat16", "cuda:0")
 HELD = fitting.Held("q", both=True, loops=1)
@@ -120,6 +121,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tuned.choices.cache_clear()
     yield tmp_path
     tuned.choices.cache_clear()
+
+
+def test_a_mask_makes_smaller_tiles(machine: Path) -> None:
+    pytest.importorskip("triton")
+    plain, masked = (tuning.chosen(Pass.FORWARD, Attention(1.0, mask), SHAPE) for mask in (None, causal()))
+    assert plain == Choice(Tile(128, 64), 4, 3)
+    assert masked == tuning._TABLE[Pass.FORWARD][64]
 
 
 def test_what_was_found_is_taken(machine: Path) -> None:

@@ -69,6 +69,9 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
     },
 }  # fmt: skip
 
+# Without a mask no tile is cut short, and one that is larger reads fewer keys.
+_PLAIN: dict[Pass, dict[int, Choice]] = {Pass.FORWARD: {64: Choice(Tile(128, 64), 4, 3)}}
+
 # float32 has no tensor cores: its products are written out, and large tiles take long to compile.
 _FLOAT32 = {
     64: Choice(Tile(32, 32), 4, 2), 128: Choice(Tile(32, 32), 4, 2), 256: Choice(Tile(32, 16), 4, 2),
@@ -91,7 +94,7 @@ def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) 
     if is_interpreted() and kind is not Pass.DECODE:
         found = _INTERPRETED
     else:
-        found = fitted(_entry(kind, shape), spec, shape, _HELD[kind], shared_memory(shape.device))
+        found = fitted(_entry(kind, spec, shape), spec, shape, _HELD[kind], shared_memory(shape.device))
     if tile is not None:
         fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
         found = Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
@@ -112,7 +115,7 @@ def distances() -> int:
     return _INTERPRETED.tile.q if is_interpreted() else 32
 
 
-def _entry(kind: Pass, shape: Shape) -> Choice:
+def _entry(kind: Pass, spec: Attention, shape: Shape) -> Choice:
     if kind in _tried:
         return _tried[kind]
     size = up(max(shape.d, shape.d_v))
@@ -122,7 +125,8 @@ def _entry(kind: Pass, shape: Shape) -> Choice:
     if found is not None:
         q, k, warps, stages = found
         return Choice(Tile(q, k), warps, stages)
-    return _TABLE[kind][size]
+    is_plain = spec.mask is None and spec.score is None and spec.rope is None and spec.lengths is None
+    return _PLAIN.get(kind, {}).get(size, _TABLE[kind][size]) if is_plain else _TABLE[kind][size]
 
 
 def up(size: int) -> int:
