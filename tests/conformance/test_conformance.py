@@ -13,7 +13,7 @@ import pytest
 import tilewise as tw
 from tests.conformance.paths import forced, paths
 from tilewise import arrays, dispatch
-from tilewise.cases import VARIANTS, Case, conformance
+from tilewise.cases import PACKED_VARIANTS, VARIANTS, Case, conformance
 from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device
 from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
@@ -97,12 +97,12 @@ def test_forward(run: Run) -> None:
 def _gradients(run: Run) -> Any:
     """Triton's gradients of large cases are interpreted for seconds each: of the variants, one in three here, all by
     `make test-all` and on a GPU."""
-    large = run.system == "triton" and run.case.shape == "several tiles"
-    left_out = large and list(VARIANTS).index(run.case.variant) % 3 != 0
+    large = run.system == "triton" and run.case.shape in ("several tiles", "packed, none empty")
+    left_out = large and (*VARIANTS, *PACKED_VARIANTS).index(run.case.variant) % 3 != 0
     return pytest.param(run, marks=[pytest.mark.slow] if left_out else [], id=str(run))
 
 
-@pytest.mark.parametrize("run", map(_gradients, RUNS))
+@pytest.mark.parametrize("run", [_gradients(run) for run in RUNS])
 def test_backward(run: Run) -> None:
     kernel = _kernel(run.system, run.case, backward=True)
     with forced(run.system, run.path):

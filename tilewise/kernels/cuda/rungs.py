@@ -227,10 +227,11 @@ class ForwardSm90:
 
 
 class _BackwardSm90:
-    """What the kernels of Hopper's backward pass share. A block has 128 keys."""
+    """What the kernels of Hopper's backward pass share. A block has 128 keys and meets 64 queries at a time."""
 
     name: str
     folder, planned, by_key, persistent = SOURCES, True, True, False
+    TILE = Tile(64, 128)
     MOST_D = 128
 
     def unsupported(self, shape: Shape) -> str | None:
@@ -239,11 +240,10 @@ class _BackwardSm90:
         return RUNGS["forward_sm90"].unsupported(shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        """As many queries as registers hold: scores, their gradients and weights beside d_k and d_v."""
-        return Tile(128 if max(shape.d, shape.d_v) <= 64 and spec.score is None else 64, 128)
+        return self.TILE
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
-        return tile
+        return self.TILE
 
     def threads(self, tile: Tile) -> int:
         return 256
@@ -260,9 +260,6 @@ class BackwardRows(_BackwardSm90):
 
     name = "backward_sm90_rows"
 
-    def threads(self, tile: Tile) -> int:
-        return 4 * tile.q
-
 
 class BackwardProducts(_BackwardSm90):
     """d_k and d_v lie in registers, d_q in sums in memory."""
@@ -275,8 +272,8 @@ class BackwardProducts(_BackwardSm90):
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
         # Rows of 128 bytes: two stages of k, q and d_out, v, d_s; then d_q, shift and delta, barriers, room to align.
-        rows = tile.k * (2 * q_parts + v_parts + 2 * (tile.q // 64)) + 2 * tile.q * (q_parts + v_parts)
-        wide = max(q_parts, v_parts) > 1 or tile.q > 64  # whose products leave the producer few registers
+        rows = tile.k * (2 * q_parts + v_parts + 2) + 2 * tile.q * (q_parts + v_parts)
+        wide = max(q_parts, v_parts) > 1  # whose products leave the producer few registers
         return {
             "SHARED_BYTES": 128 * rows + 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + 256 + 1024,
             "CONSUMER_REGISTERS": 240 if wide else 232,
@@ -284,7 +281,7 @@ class BackwardProducts(_BackwardSm90):
         }
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        half = -(-shape.d // 64) * (64 if tile.q > 64 else 32)
+        half = -(-shape.d // 64) * 32
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, _up(shape.d, 16), _up(shape.d_v, 16), half})}
 
 

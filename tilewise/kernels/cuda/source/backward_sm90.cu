@@ -4,7 +4,8 @@
 // the order of its key tiles: a storing warp waits for its turn, so that every sum has the same bits each time.
 //
 // Of the five products of a step, those that need no result of the step run beside its exponentials: d_k of the step before
-// and d_p. s of the next step is issued behind d_q, and d_k is still under way when the next step begins.
+// and d_p. s of the next step is issued behind d_q, and d_k is still under way when the next step begins. Where registers
+// allow, d_q is multiplied a step late, and the warpgroups need not meet: one computes exponentials while the other multiplies.
 #include "device.h"
 #include "config.h"
 #include "params.h"
@@ -125,16 +126,13 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < TILE_Q / 4; i++) p[i / 4][i % 4] = hw::packed<Element>(s[2 * i], s[2 * i + 1]);
     }
-    // d_s takes the place of s. Weights of 0 pass nothing on, whatever d_p is.
+    // d_s takes the place of s.
     __device__ __forceinline__ void weigh(int stage) {
 #pragma unroll
         for (int n = 0; n < TILE_Q / 8; n++) {
             const float2 delta = two_of(shared.delta(stage), n);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float& x = s[n * 4 + i];
-                x = x == 0 ? 0.0f : x * (d_p[n * 4 + i] - (i % 2 ? delta.y : delta.x));
-            }
+            for (int i = 0; i < 4; i++) s[n * 4 + i] *= d_p[n * 4 + i] - (i % 2 ? delta.y : delta.x);
         }
     }
     // To shared memory, keys down; 16 x 16 scores of a warp at a time.
@@ -146,7 +144,7 @@ struct Consumer {
             uint32 words[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) words[i] = hw::packed<Element>(s[k * 8 + 2 * i], s[k * 8 + 2 * i + 1]);
-            hw::store_matrices(at + k / 4 * TILE_K * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ row % 8) * 16, words);
+            hw::store_matrices(at + ((k * 2 + lane / 16) ^ row % 8) * 16, words);
         }
     }
 
@@ -161,17 +159,14 @@ struct Consumer {
         const uint64 a_at = swizzled_128(shared.d_s(stage) + number * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(shared.q(stage), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
-        for (int k = 0; k < TILE_Q / 16; k++) {
-            const uint64 a = a_at + (k / 4 * TILE_K * ROW_BYTES + k % 4 * 32) / 16;
-            hw::wgmma<DEPTH, true, false, true>(d_k, a, b_at + k * 16 * ROW_BYTES / 16);
-        }
+        for (int k = 0; k < TILE_Q / 16; k++)
+            hw::wgmma<DEPTH, true, false, true>(d_k, a_at + k * 32 / 16, b_at + k * 16 * ROW_BYTES / 16);
         hw::wgmma_commit();
     }
-    // Of all keys. Half of the columns are a part of k, or half of its only one.
+    // Of all keys, and of half of the columns: a part of k, or half of its only one.
     __device__ __forceinline__ void multiply_d_s_k(int stage) {
-        const uint32 rows = shared.d_s(stage) + (BY_ROWS ? number * TILE_K * ROW_BYTES : 0);
-        const uint32 columns = k() + (BY_ROWS ? 0 : number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2));
-        const uint64 a_at = swizzled_128(rows, 8 * ROW_BYTES, 16);
+        const uint32 columns = k() + number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
+        const uint64 a_at = swizzled_128(shared.d_s(stage), 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(columns, 8 * ROW_BYTES, TILE_K * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++) {
@@ -181,14 +176,14 @@ struct Consumer {
         }
         hw::wgmma_commit();
     }
-    __device__ __forceinline__ void hand_over_d_q() const {
-        hw::barrier_sync(Shared::d_q_room(steps, number), 160);
+    __device__ __forceinline__ void hand_over_d_q(uint32 step) const {
+        hw::barrier_sync(Shared::d_q_room(step, number), 160);
         unsigned char* const to = shared.memory + (shared.d_q(number) - shared.base) + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < HALF / 8; n++)
             *reinterpret_cast<float4*>(to + n * 2048) = make_float4(d_q[n * 4], d_q[n * 4 + 1], d_q[n * 4 + 2], d_q[n * 4 + 3]);
         hw::fence_async();
-        hw::barrier_arrive(Shared::d_q_written(steps, number), 160);
+        hw::barrier_arrive(Shared::d_q_written(step, number), 160);
     }
 
     // A query tile. s is there; d_k of the step before is under way, unless this is the first.
@@ -204,15 +199,17 @@ struct Consumer {
         score(stage);
         exponentiate(stage);
         hw::pin(s);
-        if (!FIRST) {
+        if (!FIRST && !LATE) {
             hw::wgmma_wait<1>();
             arrive(shared.q_free(stage ^ 1));  // that of the step before
         }
         pack_p();
         hw::wgmma_fence();
         add_to_d_v(stage);
-        hw::wgmma_wait<1>();
+        if (!FIRST && LATE) multiply_late(steps - 1);
+        hw::wgmma_wait<!FIRST && LATE ? 2 : 1>();
         hw::pin(d_p);
+        if (!FIRST && LATE) arrive(shared.q_free(stage ^ 1));
         if (LAST) arrive(shared.v_free());
         weigh(stage);
         if constexpr (variant::HAS_SLOPE)
@@ -220,6 +217,16 @@ struct Consumer {
                              const variant::Near& near) {
                 if (s[i] != 0) s[i] *= variant::slope(params, head, row, key, near, plain[i]);
             });
+        if constexpr (LATE) finish_step_late<FIRST, LAST>(stage);
+        else finish_step<LAST>(stage);
+        if (!LAST) {
+            hw::wgmma_wait<1>();
+            hw::pin(s);
+        }
+        steps++;
+    }
+    // d_s is there. Both warpgroups meet for d_q.
+    template <bool LAST> __device__ __forceinline__ void finish_step(int stage) {
         write_d_s(stage);
         hw::fence_async();
         hw::barrier_sync(Shared::D_S_WRITTEN, 256);
@@ -236,12 +243,33 @@ struct Consumer {
             hw::wgmma_wait<2>();
         }
         hw::pin(d_q);
-        hand_over_d_q();
-        if (!LAST) {
-            hw::wgmma_wait<1>();
-            hw::pin(s);
-        }
-        steps++;
+        hand_over_d_q(steps);
+    }
+    // The same with d_q of the step before, of which the other warpgroup's d_s has mostly come by then: one computes
+    // exponentials while the other multiplies.
+    template <bool FIRST, bool LAST> __device__ __forceinline__ void finish_step_late(int stage) {
+        hw::mbarrier_wait(shared.d_s_free(stage), steps / 2 % 2 ^ 1);
+        write_d_s(stage);
+        hw::fence_async();
+        hw::barrier_sync(Shared::OWN_D_S_WRITTEN + number, 128);
+        arrive(shared.d_s_full(stage));
+        if (!LAST) multiply_k_q(steps + 1);
+        hw::wgmma_fence();
+        add_to_d_k(stage);
+        hw::wgmma_wait<LAST ? 1 : 2>();
+        hw::pin(p);
+        arrive(shared.d_out_free(stage));
+        if (!FIRST) hand_over_late(steps - 1);
+    }
+    __device__ __forceinline__ void multiply_late(uint32 step) {
+        hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);
+        hw::wgmma_fence();
+        multiply_d_s_k(step % 2);
+    }
+    __device__ __forceinline__ void hand_over_late(uint32 step) {
+        hw::pin(d_q);
+        arrive(shared.d_s_free(step % 2));
+        hand_over_d_q(step);
     }
 
     // 7 finish: d_k, of scores that were scaled, and d_v
@@ -284,12 +312,17 @@ struct Consumer {
             step<false, true>();
         }
         const int last = (steps - 1) % 2;
-        hw::wgmma_fence();
-        add_to_d_k(last);
+        if (LATE) {
+            multiply_late(steps - 1);
+        } else {
+            hw::wgmma_fence();
+            add_to_d_k(last);
+        }
         hw::wgmma_wait<0>();
         hw::pin(d_k);
         hw::pin(d_v);
         arrive(shared.q_free(last));
+        if (LATE) hand_over_late(steps - 1);
     }
 
     __device__ __forceinline__ void run() {

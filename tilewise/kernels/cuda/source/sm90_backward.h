@@ -6,15 +6,15 @@
 
 constexpr int K_BYTES = TILE_K * Q_PARTS * ROW_BYTES, V_BYTES = TILE_K * V_PARTS * ROW_BYTES,
               Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, O_BYTES = TILE_Q * V_PARTS * ROW_BYTES,
-              ROWS_BYTES = TILE_Q * 4;
+              S_BYTES = TILE_K * ROW_BYTES, ROWS_BYTES = TILE_Q * 4;
 constexpr int K_STAGES = 2;
-constexpr int S_PARTS = TILE_Q / PART, S_BYTES = TILE_K * S_PARTS * ROW_BYTES;  // d_s lies keys down
-// A warpgroup computes half of d_q, 64 rows: all columns of half of the queries, or half of the columns of all 64.
-constexpr bool BY_ROWS = S_PARTS == 2;
-constexpr int HALF = BY_ROWS ? Q_PARTS * PART : Q_PARTS * PART / 2;  // its columns
-constexpr int HALF_BYTES = 64 * HALF * 4;
+constexpr int HALF = Q_PARTS * PART / 2;  // columns of d_q that a warpgroup computes
+constexpr int HALF_BYTES = TILE_Q * HALF * 4;
+// Whether d_q is multiplied a step late, so that a warpgroup need not wait for the other's d_s: where registers hold it beside
+// all that a step needs.
+constexpr bool LATE = Q_PARTS == 1 && V_PARTS == 1;
 constexpr int WARPGROUPS = TILE_K / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
-static_assert((TILE_Q == 64 || TILE_Q == 128) && WARPGROUPS == 2, "d_q has two halves, of 64 rows");
+static_assert(TILE_Q == PART && WARPGROUPS == 2, "scores of a key are one row of 128 bytes, and d_q has two halves");
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Launch {  // as in ../structs.py
@@ -105,7 +105,7 @@ struct Shared {
 
     static constexpr int V = K_STAGES * K_BYTES, Q = V + V_BYTES, D_OUT = Q + 2 * Q_BYTES, D_S = D_OUT + 2 * O_BYTES,
                          D_Q = D_S + 2 * S_BYTES, SHIFT = D_Q + 2 * HALF_BYTES, DELTA = SHIFT + 2 * ROWS_BYTES,
-                         BARRIERS = DELTA + 2 * ROWS_BYTES, ITEM = BARRIERS + 128, MEETING = ITEM + 64, END = BARRIERS + 256;
+                         BARRIERS = DELTA + 2 * ROWS_BYTES, ITEM = BARRIERS + 160, MEETING = ITEM + 64, END = BARRIERS + 256;
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
         const uint32 at = hw::shared_address(given);
@@ -151,6 +151,8 @@ struct Shared {
     __device__ __forceinline__ uint32 d_out_full(int stage) const { return barrier(10 + stage); }
     __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(12 + stage); }
     __device__ __forceinline__ uint32 tail(int loader) const { return barrier(14 + loader); }
+    __device__ __forceinline__ uint32 d_s_full(int stage) const { return barrier(16 + stage); }
+    __device__ __forceinline__ uint32 d_s_free(int stage) const { return barrier(18 + stage); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(v_full(), 1);
@@ -165,12 +167,15 @@ struct Shared {
             hw::mbarrier_init(d_out_full(stage), 1);
             hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS);
             hw::mbarrier_init(tail(stage), 1);
+            hw::mbarrier_init(d_s_full(stage), CONSUMER_WARPS);
+            hw::mbarrier_init(d_s_free(stage), CONSUMER_WARPS);
         }
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: all consumers have written d_s; there is room for a warpgroup's half of d_q, and it is written.
-    static constexpr int D_S_WRITTEN = 1;
+    // Named barriers: all consumers have written d_s, or those of a warpgroup; there is room for its half of d_q, and it is
+    // written.
+    static constexpr int D_S_WRITTEN = 1, OWN_D_S_WRITTEN = 10;
     static __device__ __forceinline__ int d_q_room(uint32 step, int half) { return 2 + step % 2 * 2 + half; }
     static __device__ __forceinline__ int d_q_written(uint32 step, int half) { return 6 + step % 2 * 2 + half; }
 };

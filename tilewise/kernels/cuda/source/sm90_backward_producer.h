@@ -118,9 +118,10 @@ struct Loader {
             k_ring.advance();
             wait_together(shared.v_free(), v_ring.parity);
             v_ring.advance();
-            // 1 load v. What d_p is beyond the last key, weights of 0 pass over: nothing is to be cleared.
-            load<TILE_K, V_PARTS>(shared.v(), &launch.v, shared.v_full(),
-                                  params.sequences[item.sequence].k_begin + item.j * TILE_K, item.hk, item.b, TILE_K);
+            // 1 load v
+            const Sequence& sequence = params.sequences[item.sequence];
+            load<TILE_K, V_PARTS>(shared.v(), &launch.v, shared.v_full(), sequence.k_begin + item.j * TILE_K, item.hk, item.b,
+                                  sequence.n_k - item.j * TILE_K);
             // for each q tile of the schedule: d_out
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             while (at.next()) {
