@@ -96,7 +96,7 @@ _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
 SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
-    System("cuda", "tilewise.kernels.cuda", "CudaKernel", _CUDA_RUNGS),
+    System("cuda", "tilewise.kernels.cuda", "CudaKernel", (*_CUDA_RUNGS, "unordered")),
     System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )

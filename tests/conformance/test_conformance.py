@@ -79,7 +79,7 @@ def test_forward_on_a_gpu(name: str, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ["triton", "cuda/tiled", "cuda/forward_sm90"])
+@pytest.mark.parametrize("name", ["triton", "cuda/tiled", "cuda/forward_sm90", "cuda/unordered"])
 def test_backward_on_a_gpu(name: str, case: Case) -> None:
     kernel = _kernel(name, case, backward=True, device="cuda:0")
     for tile in (None, Tile(32, 48)) if kernel is not None else ():

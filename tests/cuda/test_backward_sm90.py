@@ -39,10 +39,10 @@ def _unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the kernels do not write is NaN, as on a GPU it would be anything."""
     launch = kernel._launch_sm90
 
-    def launch_on_nan(spec: Any, shape: Any, views: dict[str, View], order: Order, seed: int) -> None:
+    def launch_on_nan(rungs: Any, spec: Any, shape: Any, views: dict[str, View], order: Order, seed: int) -> None:
         for name in ("d_q", "d_k", "d_v"):
             ctypes.memset(views[name].address, 0xFF, 2 * math.prod(views[name].shape))
-        launch(spec, shape, views, order, seed)
+        launch(rungs, spec, shape, views, order, seed)
 
     monkeypatch.setattr(kernel, "_launch_sm90", launch_on_nan)
 
@@ -137,14 +137,14 @@ def _posed(name: str) -> Posed:
     return Posed(call, saved, d_out, given, expected_backward(call, d_out, given))
 
 
-def _gradients(problem: str, order: Order = Order.FORWARD, seed: int = 1) -> dict[str, Any]:
+def _gradients(problem: str, order: Order = Order.FORWARD, seed: int = 1, name: str = "forward_sm90") -> dict[str, Any]:
     call, saved, d_out, d_lse, _ = _posed(problem)
-    run = CudaSimKernel("forward_sm90", order, seed)
+    run = CudaSimKernel(name, order, seed)
     return backward_results(run.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse))
 
 
-def _check(problem: str, order: Order = Order.FORWARD, seed: int = 1) -> None:
-    check_results(_posed(problem).expected, _gradients(problem, order, seed))
+def _check(problem: str, order: Order = Order.FORWARD, seed: int = 1, name: str = "forward_sm90") -> None:
+    check_results(_posed(problem).expected, _gradients(problem, order, seed, name))
 
 
 def _same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -158,6 +158,12 @@ def test_gradients_are_right_and_have_the_same_bits_in_every_order(problem: str)
     orders = [(Order.FORWARD, 1), (Order.BACKWARD, 1), *((Order.RANDOM, seed) for seed in (1, 2, 3))]
     for order, seed in orders:
         assert _same_bits(first, _gradients(problem, order, seed)), (order, seed)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_gradients_in_no_order_are_right(problem: str) -> None:
+    for order, seed in ((Order.FORWARD, 1), (Order.RANDOM, 2)):
+        _check(problem, order, seed, "unordered")
 
 
 def test_what_meets_nothing_is_zero() -> None:
@@ -473,6 +479,28 @@ MISTAKES: dict[str, Mistake] = {
          "sequence.k_begin + item.j * TILE_K, 0, item.b, sequence.n_k - item.j * TILE_K);"},
     ),
 }  # fmt: skip
+
+
+# Where there is no order.
+UNORDERED: dict[str, Mistake] = {
+    "sums that do not begin at 0": Mistake(WRONG, "full", {"sums[i] = make_float4(0, 0, 0, 0)": "sums[i] = sums[i]"}),
+    "half of the sums begin at 0": Mistake(
+        WRONG, "whole tiles", {"i < 2 * HALF_BYTES / 16; i += 4": "i < HALF_BYTES / 16; i += 4"},
+    ),
+    "a sum that is stored": Mistake(WRONG, "full", {"ORDERED ? turn_of(at) : 1": "ORDERED ? turn_of(at) : 0"}),
+    "a round that does not go on": Mistake(
+        f"{WRONG}|deadlock|outside|address|never", "full",
+        {"                h = last_head - launch.backward.params.group;\n": ""},
+    ),
+    "a visit too few": Mistake("deadlock", "full", {"if (left == 0) return false;": "if (left <= 1) return false;"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", UNORDERED)
+def test_a_mistake_without_order_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, problem, edits = UNORDERED[mistake]
+    plant(monkeypatch, FILES, edits)
+    expect_told(expected, partial(_check, problem, name="unordered"))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

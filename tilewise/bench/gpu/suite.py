@@ -52,6 +52,8 @@ class Section:
             return [ours, ours + DENSE] if case.packed == "equal" else [ours]
         if self.name == "decode":
             return [ours, ours + PAGED, *self.peers]
+        if self.name == "gradients":
+            return [ours, f"{OURS}{KERNEL}/unordered", *self.peers]
         mine = [ours, ours + NO_GRAD] if self.host else [ours]
         return [*mine, *(peer for peer in self.peers if self._is_asked(peer, case))]
 

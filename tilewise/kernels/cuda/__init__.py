@@ -11,7 +11,7 @@ from tilewise import arrays
 from tilewise.kernels.cuda import support
 from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import RUNGS, Rung
+from tilewise.kernels.cuda.rungs import UNORDERED, Rung, hoppers_backward, named
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
@@ -21,13 +21,15 @@ OLDEST = (7, 0)  # Volta
 
 
 class CudaKernel:
-    """On CUDA tensors of PyTorch; `rung` names one of the ladder's kernels."""
+    """On CUDA tensors of PyTorch; `rung` names one of the ladder's kernels, or the last one as "unordered": gradients
+    of q are then added up in any order, and have other bits each time."""
 
     summary = "CUDA C++ on NVIDIA GPUs"
 
     def __init__(self, rung: str | None = None) -> None:
         self.name = "cuda" if rung is None else f"cuda/{rung}"
-        self.rung: Rung | None = None if rung is None else RUNGS[rung]
+        self.rung: Rung | None = None if rung is None else named(rung)
+        self._backward = hoppers_backward(rung)
 
     def unavailable(self) -> str | None:
         return _not_installed() or _no_gpu()
@@ -42,6 +44,8 @@ class CudaKernel:
             return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, and {shape.device} has {capability}"
         if shape.backward and self.rung is None:
             return "its backward passes, 'cuda/tiled' and 'cuda/forward_sm90', are taken if named; 'triton' has one too"
+        if shape.backward and spec.batch_invariant and self.name.endswith(UNORDERED):
+            return "it adds gradients of q in any order, and batch_invariant wants one; 'cuda/forward_sm90' has it"
         named = None if self.rung is None else self.rung.name
         return support.unsupported(spec, shape, named) or (None if self.rung is None else self.rung.unsupported(shape))
 
@@ -85,7 +89,7 @@ class CudaKernel:
         from tilewise.kernels.cuda.backward import backward
 
         with gpu.as_current(q.get_device()):
-            return backward(spec, q, k, v, saved, d_out, d_lse, tile, by_hopper=self.rung is RUNGS["forward_sm90"])
+            return backward(spec, q, k, v, saved, d_out, d_lse, tile, self._backward)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,20 +10,23 @@ import torch
 from tilewise.kernels.cuda import loaded_on, marshal
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.prepared import prepare_backward, prepare_backward_sm90
+from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
 def backward(
-    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None, by_hopper: bool
-) -> Grads:
+    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None,
+    hoppers: Sequence[Rung] | None,
+) -> Grads:  # fmt: skip
     """On the current device. A gradient of the output that is wider than q makes all wider, up to the type computed
-    with: Hopper's kernels leave that to the tiled ones, and what has no queries or no keys."""
+    with: Hopper's kernels, if given, leave that to the tiled ones, and what has no queries or no keys."""
     types = q.dtype, k.dtype, v.dtype
     dtype = q.dtype if d_out.dtype == q.dtype else torch.float32
-    by_hopper = by_hopper and dtype == q.dtype and q.numel() > 0 and k.numel() > 0
-    lying = _copied if by_hopper else _rows
+    if dtype != q.dtype or q.numel() == 0 or k.numel() == 0:
+        hoppers = None
+    lying = _rows if hoppers is None else _copied
     q, k, v, out, d_out = (lying(x.to(dtype)) for x in (q, k, v, saved.out, d_out))
     given = {"q": q, "k": k, "v": v, "out": out, "lse": saved.lse.contiguous(), "d_out": d_out, "d_lse": d_lse}
     made = {f"d_{name}": torch.empty(given[name].shape, dtype=dtype, device=q.device) for name in ("q", "k", "v")}
@@ -30,8 +34,8 @@ def backward(
     views = {name: View(0, (), (0, 0, 0)) if x is None else View.of_torch(x) for name, x in every.items()}
     loaded, shape = loaded_on(spec, q.device), Shape.of(spec, q, k, v)
     loaded_views, device, space = [View.of_torch(x) for x in loaded], q.get_device(), []
-    if by_hopper:
-        kernels, numbers = prepare_backward_sm90(spec, shape, views, loaded_views, device)
+    if hoppers is not None:
+        kernels, numbers = prepare_backward_sm90(hoppers, spec, shape, views, loaded_views, device)
         # Of the stream: another launch may run beside this one.
         space = [torch.empty(count, dtype=torch.float32, device=q.device) for count in numbers]
     else:

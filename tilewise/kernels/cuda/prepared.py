@@ -13,7 +13,7 @@ from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
-from tilewise.kernels.cuda.rungs import BACKWARD, BACKWARD_SM90, REFINE, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
 from tilewise.spec import Attention, Shape, Tile
@@ -171,20 +171,20 @@ def prepare_backward(
 
 
 def prepare_backward_sm90(
-    spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
+    rungs: Sequence[Rung], spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
 ) -> tuple[list[Prepared], list[int]]:
     """Hopper's kernels of a backward pass, as above, and how many floats each of structs.WORKSPACE has, whose addresses
     follow the others. There are queries and keys."""
     gpu.ensure_context(device)
-    tile = BACKWARD_SM90[0].default_tile(spec, shape)
-    by_key, numbers = launcher.tables_on(device, spec, shape, tile, BACKWARD_SM90[0])
+    tile = rungs[0].default_tile(spec, shape)
+    by_key, numbers = launcher.tables_on(device, spec, shape, tile, rungs[0])
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
     given = {name: views[name] for name in structs.BACKWARD_MAPS}
     maps = {name: x.encoded() for name, x in marshal.tensor_maps(given, shape.dtype, tile).items()}
     at_once = gpu.multiprocessors(device)
     counts = marshal.backward_blocks(shape, by_key, by_query, at_once)
     made = []
-    for rung, blocks in zip(BACKWARD_SM90, counts, strict=True):
+    for rung, blocks in zip(rungs, counts, strict=True):
         source, full, order = _backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers)
         launch = marshal.backward_launch(full, shape, by_key, by_query, numbers_by_query.data_ptr(), maps, at_once)
         inner, kind = type(launch).backward.offset, type(full)

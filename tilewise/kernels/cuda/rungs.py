@@ -227,12 +227,18 @@ class ForwardSm90:
 
 
 class _BackwardSm90:
-    """What the kernels of Hopper's backward pass share. A block has 128 keys and meets 64 queries at a time."""
+    """What the kernels of Hopper's backward pass share. A block has 128 keys and meets 64 queries at a time.
+
+    ordered: what key tiles add to d_q is added in their order, so that it has the same bits each time.
+    """
 
     name: str
     folder, planned, by_key, persistent = SOURCES, True, True, False
     TILE = Tile(64, 128)
     MOST_D = 128
+
+    def __init__(self, ordered: bool = True) -> None:
+        self.ordered = ordered
 
     def unsupported(self, shape: Shape) -> str | None:
         if max(shape.d, shape.d_v) > self.MOST_D:
@@ -249,7 +255,7 @@ class _BackwardSm90:
         return 256
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        return {"SHARED_BYTES": 0}
+        return {"SHARED_BYTES": 0, "ORDERED": self.ordered}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
@@ -276,6 +282,7 @@ class BackwardProducts(_BackwardSm90):
         wide = max(q_parts, v_parts) > 1  # whose products leave the producer few registers
         return {
             "SHARED_BYTES": 128 * rows + 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + 256 + 1024,
+            "ORDERED": self.ordered,
             "CONSUMER_REGISTERS": 240 if wide else 232,
             "PRODUCER_REGISTERS": 24 if wide else 40,
         }
@@ -324,3 +331,15 @@ REFINE = Refine()
 # Those of backward passes, one after the other.
 BACKWARD: tuple[Rung, ...] = (TiledDQuery(), TiledDKeys())
 BACKWARD_SM90 = (BackwardRows(), BackwardProducts(), BackwardDQuery())
+UNORDERED_SM90 = tuple(type(rung)(ordered=False) for rung in BACKWARD_SM90)
+
+UNORDERED = "unordered"  # what can be named as a rung: the last one, with the backward pass that adds in any order
+
+
+def named(name: str) -> Rung:
+    return RUNGS["forward_sm90" if name == UNORDERED else name]
+
+
+def hoppers_backward(name: str | None) -> tuple[_BackwardSm90, ...] | None:
+    """Those of a kernel that was named so, or None if the tiled ones are its."""
+    return {"forward_sm90": BACKWARD_SM90, UNORDERED: UNORDERED_SM90}.get(name or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, structs, support
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import BACKWARD, BACKWARD_SM90, RUNGS, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, Rung, hoppers_backward, named
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.softmax import d_sinks
@@ -25,13 +26,14 @@ MULTIPROCESSORS = 2  # of the simulated GPU: enough for persistent blocks to sha
 
 
 class CudaSimKernel:
-    """`rung` names one of the ladder's kernels; order and seed say how threads take their turns."""
+    """`rung` names one of the ladder's kernels, as for CudaKernel; order and seed say how threads take their turns."""
 
     summary = "the CUDA sources on the CPU simulator; named, never chosen"
 
     def __init__(self, rung: str | None = None, order: Order = Order.FORWARD, seed: int = 1) -> None:
         self.name = "cuda-sim" if rung is None else f"cuda-sim/{rung}"
-        self.rung, self.order, self.seed = None if rung is None else RUNGS[rung], order, seed
+        self.rung, self.order, self.seed = None if rung is None else named(rung), order, seed
+        self._backward = hoppers_backward(rung)
 
     def unavailable(self) -> str | None:
         return simulator.unavailable()
@@ -52,7 +54,7 @@ class CudaSimKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        run = partial(_backward, named=self.rung, tile=tile, order=self.order, seed=self.seed)
+        run = partial(_backward, hoppers=self._backward, tile=tile, order=self.order, seed=self.seed)
         return host.run_backward(run, spec, q, k, v, saved, d_out, d_lse)
 
 
@@ -93,7 +95,7 @@ def _forward(
 
 def _backward(
     spec: Attention, q: Array, k: Array, v: Array, saved: Partial, d_out: Array, d_lse: Array | None,
-    named: Rung | None, tile: Tile | None, order: Order, seed: int,
+    hoppers: Sequence[Rung] | None, tile: Tile | None, order: Order, seed: int,
 ) -> Grads:  # fmt: skip
     """By Hopper's kernels, or by the tiled ones, d_q first, which leaves delta to the other.
 
@@ -109,9 +111,8 @@ def _backward(
     kept = {name: _walkable(x) for name, x in {**given, **made}.items()}
     views = {name: View.of_numpy(x) for name, x in kept.items()}
     shape = Shape.of(spec, given["q"], given["k"], given["v"])
-    by_hopper = named is RUNGS["forward_sm90"] and BACKWARD_SM90[0].unsupported(shape) is None
-    if by_hopper:
-        _launch_sm90(spec, shape, views, order, seed)
+    if hoppers is not None and hoppers[0].unsupported(shape) is None:
+        _launch_sm90(hoppers, spec, shape, views, order, seed)
     else:
         _launch_tiled(spec, shape, views, tile, order, seed)
     d_q, d_k, d_v = (arrays.narrow(arrays.widen(made[f"d_{name}"], np.float32), arrays.dtype_name(x))
@@ -132,9 +133,11 @@ def _launch_tiled(
             _launch(text, full, blocks, order, seed)
 
 
-def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int) -> None:
-    tile = BACKWARD_SM90[0].default_tile(spec, shape)
-    by_key, by_query = (marshal.tables(spec, shape, tile, rungs[0]) for rungs in (BACKWARD_SM90, BACKWARD))
+def _launch_sm90(
+    rungs: Sequence[Rung], spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int
+) -> None:
+    tile = rungs[0].default_tile(spec, shape)
+    by_key, by_query = (marshal.tables(spec, shape, tile, rung) for rung in (rungs[0], BACKWARD[0]))
     if marshal.blocks(shape, by_query) == 0:
         return
     numbers = marshal.workspace(shape, by_query, tile)
@@ -143,7 +146,7 @@ def _launch_sm90(spec: Attention, shape: Shape, views: dict[str, View], order: O
     copied = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)
     maps = {name: bytes(x.simulated()) for name, x in copied.items()}
     counts = marshal.backward_blocks(shape, by_key, by_query, MULTIPROCESSORS)
-    for rung, blocks in zip(BACKWARD_SM90, counts, strict=True):
+    for rung, blocks in zip(rungs, counts, strict=True):
         text, full, _held = _backward_of(rung, spec, shape, tile, views, by_key)
         at = int(by_query.numbers.ctypes.data)
         made = marshal.backward_launch(full, shape, by_key, by_query, at, maps, MULTIPROCESSORS)

@@ -37,16 +37,46 @@ __device__ __forceinline__ int64 tile_of(const Launch& launch, int b, int h, int
 }
 
 // The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
-// same way, so that each comes to a query tile after those before it did.
+// same way, so that each comes to a query tile after those before it did. Where there is no order, each begins elsewhere and
+// goes round, so that they do not add to the same sums at the same time.
 struct Visits {
     const Launch& launch;
     int sequence, b, j, h, last_head;
     int run, first_run, tile, first, kind;
+    int left;  // visits, where they go round
 
     __device__ __forceinline__ Visits(const Launch& launch, int sequence, int b, int hk, int j)
         : launch(launch), sequence(sequence), b(b), j(j), h(hk * launch.backward.params.group - 1),
-          last_head(h + launch.backward.params.group), run(0), first_run(0), tile(0), first(0), kind(EMPTY) {}
+          last_head(h + launch.backward.params.group), run(0), first_run(0), tile(0), first(0), kind(EMPTY), left(0) {
+        if (!ORDERED) begin_elsewhere();
+    }
     __device__ __forceinline__ bool next() {
+        if (!ORDERED) {
+            if (left == 0) return false;
+            left--;
+            if (!follow()) {
+                h = last_head - launch.backward.params.group;
+                follow();
+            }
+            return true;
+        }
+        return follow();
+    }
+    // Key tiles that are next to each other begin at query tiles that are.
+    __device__ __forceinline__ void begin_elsewhere() {
+        while (follow()) {
+            left += tile + 1 - first;
+            tile = first;
+        }
+        h = last_head - launch.backward.params.group;
+        int skipped = left > 0 ? j * (TILE_K / TILE_Q) % left : 0;
+        while (skipped > 0 && follow()) {
+            const int taken = min(skipped - 1, tile - first);
+            tile -= taken;
+            skipped -= taken + 1;
+        }
+    }
+    __device__ __forceinline__ bool follow() {
         while (tile == first) {
             while (run == first_run) {
                 if (h == last_head) return false;
@@ -80,6 +110,7 @@ struct Visits {
 };
 
 __device__ __forceinline__ int count_of(Visits at) {
+    if (!ORDERED) return at.left;
     int count = 0;
     while (at.next()) {
         count += at.tile + 1 - at.first;

@@ -146,8 +146,8 @@ __device__ __forceinline__ void give_away(int*& owed) {
 }
 
 // Two warps take turns: one adds d_q of even steps to the sums, the other of odd ones. While the copy engine works on one
-// addition, the other warp looks up what is to be known of the next, and waits until it is this key tile's turn. The first
-// key tile of a query tile need not add.
+// addition, the other warp looks up what is to be known of the next, and waits until it is this key tile's turn, if they have
+// any. The first key tile of a query tile need not add.
 __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, uint32 number) {
     const bool leads = threadIdx.x % 32 == 0;
     int* owed = nullptr;
@@ -169,8 +169,8 @@ __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared
                 continue;
             }
             const int64 tile = at.tile_of_all();
-            const int turn = turn_of(at);
-            if (leads) {
+            const int turn = ORDERED ? turn_of(at) : 1;
+            if (ORDERED && leads) {
                 owed = launch.turns + tile;
                 hw::wait_for_number(owed, turn);
                 hw::fence_async_global();
