@@ -94,11 +94,13 @@ def test_forward(run: Run) -> None:
             check_forward(kernel, run.case, run.tile)
 
 
+# Interpreted or compiled for seconds each: of the variants, one in three here, all by `make test-all` and on a GPU.
+LONG = {"triton": ("several tiles", "packed, none empty"), "cuda-sim/tiled": ("several tiles", "packed, none empty")}
+
+
 def _gradients(run: Run) -> Any:
-    """Triton's gradients of large cases are interpreted for seconds each: of the variants, one in three here, all by
-    `make test-all` and on a GPU."""
-    large = run.system == "triton" and run.case.shape in ("several tiles", "packed, none empty")
-    left_out = large and (*VARIANTS, *PACKED_VARIANTS).index(run.case.variant) % 3 != 0
+    number = (*VARIANTS, *PACKED_VARIANTS).index(run.case.variant)
+    left_out = run.case.shape in LONG.get(run.system, ()) and number % 3 != 0
     return pytest.param(run, marks=[pytest.mark.slow] if left_out else [], id=str(run))
 
 

@@ -51,7 +51,7 @@ def _unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Problem(NamedTuple):
-    """Tiles have 64 queries and 128 keys. Heads up to 64 have d_q multiplied a step late."""
+    """Tiles have 64 queries and 128 keys."""
 
     shape: tuple[int, int, int, int, int, int, int]  # batch, heads, heads_k, n_q, n_k, d, d_v
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -64,7 +64,6 @@ PROBLEMS: dict[str, Problem] = {
     "one tile": Problem((1, 1, 1, 50, 100, 64, 64)),
     "whole tiles": Problem((1, 1, 1, 256, 256, 64, 64)),
     "full": Problem((1, 1, 1, 390, 390, 16, 16)),
-    "wide": Problem((1, 1, 1, 200, 390, 72, 72)),
     "one query tile": Problem((1, 3, 3, 40, 300, 16, 16)),
     "one key tile": Problem((1, 3, 3, 300, 40, 16, 16)),
     "one query and one key": Problem((2, 2, 1, 1, 1, 16, 16)),
@@ -155,7 +154,7 @@ def _same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_gradients_are_right_and_have_the_same_bits_in_every_order(problem: str) -> None:
     first = _gradients(problem)
     check_results(_posed(problem).expected, first)
-    orders = [(Order.FORWARD, 1), (Order.BACKWARD, 1), *((Order.RANDOM, seed) for seed in (1, 2, 3))]
+    orders = [(Order.BACKWARD, 1), (Order.RANDOM, 1), (Order.RANDOM, 2)]
     for order, seed in orders:
         assert _same_bits(first, _gradients(problem, order, seed)), (order, seed)
 
@@ -221,13 +220,6 @@ EARLY = f"{WRONG}|more often|deadlock"
 FREE_Q = "            arrive(shared.q_free(stage ^ 1));  // that of the step before\n"
 FREE_V = "        if (LAST) arrive(shared.v_free());\n"
 FREE_D_OUT = "        arrive(shared.d_out_free(stage));\n"
-FREE_Q_LATE = "        if (!FIRST && LATE) arrive(shared.q_free(stage ^ 1));\n"
-FREE_D_OUT_LATE = f"{FREE_D_OUT}        if (!FIRST) hand_over_late(steps - 1);\n"
-WRITE_D_S = "        write_d_s(stage);\n        hw::fence_async();\n        hw::barrier_sync(Shared::D_S_WRITTEN"
-WRITE_D_S_LATE = (
-    "        write_d_s(stage);\n        hw::fence_async();\n        hw::barrier_sync(Shared::OWN_D_S_WRITTEN"
-)
-ADD_TO_D_K_LATE = "        add_to_d_k(stage);\n        hw::wgmma_wait<LAST ? 1 : 2>();\n"
 FREE_K = "            arrive(shared.k_free(stage));\n"
 MULTIPLY_V = "        multiply_rows<COLUMNS>(d_p, shared.v(), shared.d_out(stage));\n"
 MEET = "            meet_queries(__shfl_sync(~0u, shared.item(stage).visits, 0));\n"
@@ -279,30 +271,20 @@ MISTAKES: dict[str, Mistake] = {
                           "row_of<Element>(launch.backward.d_q, b, h, query)"},
     ),
     # Places are let go.
-    "q never let go": Mistake("deadlock", "full", {FREE_Q_LATE: ""}),
-    "q never let go, wide": Mistake("deadlock", "wide", {FREE_Q: ""}),
+    "q never let go": Mistake("deadlock", "full", {FREE_Q: ""}),
     "q let go before d_k is done": Mistake(
         EARLY, "full",
-        {FREE_Q_LATE: "", ADD_TO_D_K_LATE:
-         ADD_TO_D_K_LATE.replace("(stage);", "(stage);\n        if (!LAST) arrive(shared.q_free(stage));")},
-    ),
-    "q let go before d_k is done, wide": Mistake(
-        EARLY, "wide",
-        {FREE_Q: "", "            add_to_d_k(stage);\n":
-         "            add_to_d_k(stage);\n            arrive(shared.q_free(stage));\n"},
+        {FREE_Q: "", "        add_to_d_k(stage);\n":
+         "        add_to_d_k(stage);\n        if (!LAST) arrive(shared.q_free(stage));\n"},
     ),
     "the last q let go before d_k is done": Mistake(
         EARLY, "full",
-        {"        arrive(shared.q_free(last));\n": "",
-         "(steps - 1) % 2;\n": "(steps - 1) % 2;\n        arrive(shared.q_free(last));\n"},
+        {"        arrive(shared.q_free((steps - 1) % 2));\n": "",
+         "        multiply_d_q(steps - 1);\n        hw": "        arrive(shared.q_free((steps - 1) % 2));\n"
+                                                     "        multiply_d_q(steps - 1);\n        hw"},
     ),
     "d_out let go before d_v is done": Mistake(
-        EARLY, "full",
-        {FREE_D_OUT_LATE: FREE_D_OUT_LATE.replace(FREE_D_OUT, ""), WRITE_D_S_LATE: FREE_D_OUT + WRITE_D_S_LATE},
-    ),
-    "d_out let go before d_v is done, wide": Mistake(
-        EARLY, "wide",
-        {f"{FREE_D_OUT}        if (LAST) {{": "        if (LAST) {", WRITE_D_S: FREE_D_OUT + WRITE_D_S},
+        EARLY, "full", {FREE_D_OUT: "", "        write_d_s(stage);\n": f"{FREE_D_OUT}        write_d_s(stage);\n"},
     ),
     "v let go before d_p is done": Mistake(EARLY, "full", {FREE_V: "", MULTIPLY_V: f"{MULTIPLY_V}{FREE_V}"}),
     "v never let go by a key tile that meets none": Mistake(
@@ -320,16 +302,13 @@ MISTAKES: dict[str, Mistake] = {
     "too many to let k go": Mistake("deadlock", "full", {"CONSUMER_WARPS + 3)": "CONSUMER_WARPS + 4)"}),
     # What threads hand to each other, to products and to the copy engine.
     "no fence after d_s": Mistake(
-        "without fence.proxy.async", "full", {WRITE_D_S_LATE: WRITE_D_S_LATE.replace("hw::fence_async();", "")},
+        "without fence.proxy.async", "full", {"write_d_s(stage);\n        hw::fence_async();": "write_d_s(stage);"},
     ),
     "no fence after d_q": Mistake(
         "without fence.proxy.async", "full", {"hw::fence_async();\n        hw::barrier_arrive": "hw::barrier_arrive"},
     ),
-    "no fence after d_s, wide": Mistake(
-        "without fence.proxy.async", "wide", {WRITE_D_S: WRITE_D_S.replace("hw::fence_async();", "")},
-    ),
     "a warpgroup that does not wait for the other's d_s": Mistake(
-        f"{WRONG}|without fence.proxy.async|more often", "full",
+        f"{WRONG}|without fence.proxy.async|more often", "packed",
         {"hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);": ""},
     ),
     "d_s written while the other warpgroup multiplies it": Mistake(
@@ -344,11 +323,9 @@ MISTAKES: dict[str, Mistake] = {
     "d_s never let go": Mistake("deadlock", "full", {"        arrive(shared.d_s_free(step % 2));\n": ""}),
     "d_s of another step": Mistake(WRONG, "full", {"multiply_d_s_k(step % 2);": "multiply_d_s_k(step % 2 ^ 1);"}),
     "a last d_q that is not handed over": Mistake(
-        "deadlock|ended", "full", {"if (LATE) hand_over_late(steps - 1);": ""},
-    ),
-    "a warpgroup that does not wait for the other's d_s, wide": Mistake(
-        f"{WRONG}|without fence.proxy.async", "wide",
-        {"hw::barrier_sync(Shared::D_S_WRITTEN, 256);": "hw::barrier_sync(12 + number, 128);"},
+        "deadlock|ended", "full",
+        {"        arrive(shared.q_free((steps - 1) % 2));\n        finish_d_q(steps - 1);\n":
+         "        arrive(shared.q_free((steps - 1) % 2));\n"},
     ),
     "d_q overwritten before it was read": Mistake(
         f"{WRONG}|deadlock.*named barrier", "full",
@@ -418,12 +395,11 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no fence before d_p": Mistake("wgmma.fence is missing", "full", {f"hw::wgmma_fence();\n{MULTIPLY_V}": MULTIPLY_V}),
     "no wait for d_p": Mistake(
-        WRONG, "full", {"wgmma_wait<!FIRST && LATE ? 2 : 1>": "wgmma_wait<!FIRST && LATE ? 3 : 2>"},
+        WRONG, "full", {"hw::wgmma_wait<1>();\n        hw::pin(d_p);": "hw::wgmma_wait<2>();"},
     ),
     "no wait for d_q": Mistake(
         f"{WRONG}|written to", "full", {"hw::wgmma_wait<LAST ? 1 : 2>();": "hw::wgmma_wait<LAST ? 2 : 3>();"},
     ),
-    "no wait for d_q, wide": Mistake(WRONG, "wide", {"hw::wgmma_wait<2>();": "hw::wgmma_wait<3>();"}),
     "no wait for s": Mistake(
         f"{WRONG}|written to before", "full", {"hw::wgmma_wait<1>();\n            hw::pin(s);": ""},
     ),
@@ -432,8 +408,8 @@ MISTAKES: dict[str, Mistake] = {
         {"hw::wgmma_wait<0>();\n        hw::pin(d_k);": "hw::pin(d_k);"},
     ),
     "p packed before d_v is done": Mistake(
-        f"operand were written to|{EARLY}", "wide",
-        {"hw::wgmma_wait<1>();\n        hw::pin(p);": "hw::wgmma_wait<2>();"},
+        f"operand were written to|{EARLY}", "full",
+        {"hw::wgmma_wait<FIRST ? 0 : 1>();": "hw::wgmma_wait<FIRST ? 1 : 2>();"},
     ),
     "d_k that does not begin at 0": Mistake(WRONG, "full", {"d_k[i] = 0;": ""}),
     "d_v that does not begin at 0": Mistake(WRONG, "tiles that meet none", {"d_v[i] = 0;": ""}),

@@ -4,8 +4,9 @@
 // the order of its key tiles: a storing warp waits for its turn, so that every sum has the same bits each time.
 //
 // Of the five products of a step, those that need no result of the step run beside its exponentials: d_k of the step before
-// and d_p. s of the next step is issued behind d_q, and d_k is still under way when the next step begins. Where registers
-// allow, d_q is multiplied a step late, and the warpgroups need not meet: one computes exponentials while the other multiplies.
+// and d_p. d_q is multiplied a step late, when the other warpgroup's d_s has mostly come: they need not go in step, and one
+// computes exponentials while the other multiplies. s of the next step is issued behind d_q, and d_k is still under way when
+// the next step begins.
 #include "device.h"
 #include "config.h"
 #include "params.h"
@@ -186,7 +187,20 @@ struct Consumer {
         hw::barrier_arrive(Shared::d_q_written(step, number), 160);
     }
 
-    // A query tile. s is there; d_k of the step before is under way, unless this is the first.
+    // d_q of a query tile, when both warpgroups have written its d_s.
+    __device__ __forceinline__ void multiply_d_q(uint32 step) {
+        hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);
+        hw::wgmma_fence();
+        multiply_d_s_k(step % 2);
+    }
+    __device__ __forceinline__ void finish_d_q(uint32 step) {
+        hw::pin(d_q);
+        arrive(shared.d_s_free(step % 2));
+        hand_over_d_q(step);
+    }
+
+    // A query tile. s is there; d_k of the step before is under way, and d_q of it still to be multiplied, unless this is the
+    // first. It waits a step, so that the other warpgroup's d_s has mostly come: they need not go in step.
     template <bool FIRST, bool LAST> __device__ __forceinline__ void step() {
         const int stage = steps % 2;
         hw::mbarrier_wait(shared.d_out_full(stage), steps / 2 % 2);
@@ -199,77 +213,43 @@ struct Consumer {
         score(stage);
         exponentiate(stage);
         hw::pin(s);
-        if (!FIRST && !LATE) {
+        if (!FIRST) {
             hw::wgmma_wait<1>();
             arrive(shared.q_free(stage ^ 1));  // that of the step before
         }
         pack_p();
         hw::wgmma_fence();
         add_to_d_v(stage);
-        if (!FIRST && LATE) multiply_late(steps - 1);
-        hw::wgmma_wait<!FIRST && LATE ? 2 : 1>();
+        hw::wgmma_wait<1>();
         hw::pin(d_p);
-        if (!FIRST && LATE) arrive(shared.q_free(stage ^ 1));
         if (LAST) arrive(shared.v_free());
+        hw::mbarrier_wait(shared.d_s_free(stage), steps / 2 % 2 ^ 1);
         weigh(stage);
         if constexpr (variant::HAS_SLOPE)
             for_each(stage, [&](int i, int, const variant::Head& head, const variant::Row& row, const variant::Key& key,
                              const variant::Near& near) {
                 if (s[i] != 0) s[i] *= variant::slope(params, head, row, key, near, plain[i]);
             });
-        if constexpr (LATE) finish_step_late<FIRST, LAST>(stage);
-        else finish_step<LAST>(stage);
+        write_d_s(stage);
+        hw::fence_async();
+        hw::barrier_sync(Shared::d_s_written(number), 128);
+        arrive(shared.d_s_full(stage));
+        if (!FIRST) multiply_d_q(steps - 1);
+        hw::wgmma_wait<FIRST ? 0 : 1>();
+        hw::pin(p);
+        arrive(shared.d_out_free(stage));
+        if (!LAST) multiply_k_q(steps + 1);
+        hw::wgmma_fence();
+        add_to_d_k(stage);
+        if (!FIRST) {
+            hw::wgmma_wait<LAST ? 1 : 2>();
+            finish_d_q(steps - 1);
+        }
         if (!LAST) {
             hw::wgmma_wait<1>();
             hw::pin(s);
         }
         steps++;
-    }
-    // d_s is there. Both warpgroups meet for d_q.
-    template <bool LAST> __device__ __forceinline__ void finish_step(int stage) {
-        write_d_s(stage);
-        hw::fence_async();
-        hw::barrier_sync(Shared::D_S_WRITTEN, 256);
-        hw::wgmma_fence();
-        multiply_d_s_k(stage);
-        hw::wgmma_wait<1>();
-        hw::pin(p);
-        arrive(shared.d_out_free(stage));
-        if (LAST) {
-            hw::wgmma_wait<0>();
-        } else {
-            multiply_k_q(steps + 1);
-            add_to_d_k(stage);
-            hw::wgmma_wait<2>();
-        }
-        hw::pin(d_q);
-        hand_over_d_q(steps);
-    }
-    // The same with d_q of the step before, of which the other warpgroup's d_s has mostly come by then: one computes
-    // exponentials while the other multiplies.
-    template <bool FIRST, bool LAST> __device__ __forceinline__ void finish_step_late(int stage) {
-        hw::mbarrier_wait(shared.d_s_free(stage), steps / 2 % 2 ^ 1);
-        write_d_s(stage);
-        hw::fence_async();
-        hw::barrier_sync(Shared::OWN_D_S_WRITTEN + number, 128);
-        arrive(shared.d_s_full(stage));
-        if (!LAST) multiply_k_q(steps + 1);
-        hw::wgmma_fence();
-        add_to_d_k(stage);
-        hw::wgmma_wait<LAST ? 1 : 2>();
-        hw::pin(p);
-        arrive(shared.d_out_free(stage));
-        if (!FIRST) hand_over_late(steps - 1);
-    }
-    __device__ __forceinline__ void multiply_late(uint32 step) {
-        hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);
-        hw::wgmma_fence();
-        multiply_d_s_k(step % 2);
-    }
-    __device__ __forceinline__ void hand_over_late(uint32 step) {
-        hw::pin(d_q);
-        arrive(shared.d_s_free(step % 2));
-        hand_over_d_q(step);
     }
 
     // 7 finish: d_k, of scores that were scaled, and d_v
@@ -311,18 +291,12 @@ struct Consumer {
             for (int i = 2; i < visits; i++) step<false, false>();
             step<false, true>();
         }
-        const int last = (steps - 1) % 2;
-        if (LATE) {
-            multiply_late(steps - 1);
-        } else {
-            hw::wgmma_fence();
-            add_to_d_k(last);
-        }
+        multiply_d_q(steps - 1);
         hw::wgmma_wait<0>();
         hw::pin(d_k);
         hw::pin(d_v);
-        arrive(shared.q_free(last));
-        if (LATE) hand_over_late(steps - 1);
+        arrive(shared.q_free((steps - 1) % 2));
+        finish_d_q(steps - 1);
     }
 
     __device__ __forceinline__ void run() {

@@ -10,9 +10,6 @@ constexpr int K_BYTES = TILE_K * Q_PARTS * ROW_BYTES, V_BYTES = TILE_K * V_PARTS
 constexpr int K_STAGES = 2;
 constexpr int HALF = Q_PARTS * PART / 2;  // columns of d_q that a warpgroup computes
 constexpr int HALF_BYTES = TILE_Q * HALF * 4;
-// Whether d_q is multiplied a step late, so that a warpgroup need not wait for the other's d_s: where registers hold it beside
-// all that a step needs.
-constexpr bool LATE = Q_PARTS == 1 && V_PARTS == 1;
 constexpr int WARPGROUPS = TILE_K / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
 static_assert(TILE_Q == PART && WARPGROUPS == 2, "scores of a key are one row of 128 bytes, and d_q has two halves");
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -204,9 +201,8 @@ struct Shared {
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: all consumers have written d_s, or those of a warpgroup; there is room for its half of d_q, and it is
-    // written.
-    static constexpr int D_S_WRITTEN = 1, OWN_D_S_WRITTEN = 10;
-    static __device__ __forceinline__ int d_q_room(uint32 step, int half) { return 2 + step % 2 * 2 + half; }
-    static __device__ __forceinline__ int d_q_written(uint32 step, int half) { return 6 + step % 2 * 2 + half; }
+    // Named barriers: a warpgroup has written its d_s; there is room for its half of d_q, and it is written.
+    static __device__ __forceinline__ int d_s_written(int warpgroup) { return 1 + warpgroup; }
+    static __device__ __forceinline__ int d_q_room(uint32 step, int half) { return 3 + step % 2 * 2 + half; }
+    static __device__ __forceinline__ int d_q_written(uint32 step, int half) { return 7 + step % 2 * 2 + half; }
 };
