@@ -278,3 +278,34 @@ def test_masks_of_arrays_that_change() -> None:
         assert _close(tw.attention(q, k, v, mask=mask), want())
         graph.replay()
         assert _close(out, want())
+
+
+def _gradients(kernel: str, inputs: list[Any], d_out: Any) -> list[Any]:
+    q, k, v = (x.detach().requires_grad_() for x in inputs)
+    return list(torch.autograd.grad(tw.attention(q, k, v, causal=True, kernel=kernel), (q, k, v), d_out))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_have_the_same_bits_a_hundred_times(d: int) -> None:
+    """Beside other work, which delays some blocks more than others."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 1000, d, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    d_out, busy = torch.randn_like(inputs[0]), torch.randn(4096, 4096, device="cuda")
+    first, beside = _gradients("cuda/forward_sm90", inputs, d_out), torch.cuda.Stream()
+    for _ in range(100):
+        with torch.cuda.stream(beside):
+            torch.mm(busy, busy)
+        again = _gradients("cuda/forward_sm90", inputs, d_out)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("kernel", ["cuda/forward_sm90", "cuda/unordered"])
+def test_gradients_read_nothing_that_was_not_written(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """initcheck does not see what the copy engine stores. Here all that is allocated begins as NaN."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 4, 500, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
+    d_out, empty = torch.randn_like(inputs[0]), torch.empty
+    want = _gradients("cuda/tiled", inputs, d_out)
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
+    for x, y in zip(_gradients(kernel, inputs, d_out), want, strict=True):
+        assert float((x - y).abs().max()) < 0.02 * float(y.abs().max())
