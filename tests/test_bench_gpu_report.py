@@ -31,6 +31,8 @@ def folder(tmp_path: Path) -> Path:
 
 # -- targets ----------------------------------------------------------------------------------------------------------
 
+ORDERED = "tilewise cuda/forward_sm90"
+
 
 @pytest.mark.parametrize(
     ("section", "what", "limit"),
@@ -43,14 +45,19 @@ def folder(tmp_path: Path) -> Path:
         ("variants", "alibi: slowest case to FlexAttention", 1.2),
         ("variants", "softcap: slowest case to FlashAttention-4", 1 / 1.15),
         ("gqa", "grouped heads: slowest case to cuDNN", 1.0),
-        ("gradients", "gradients: geometric mean to the best peer", 1.0),
-        ("gradients", "gradients: slowest case to the best peer", 0.93),
-        ("gradients", "gradients: geometric mean to deterministic FlashAttention-4", 1.0),
+        ("gradients", f"gradients, {ORDERED}: geometric mean to the best peer", 1.0),
+        ("gradients", "gradients, tilewise cuda/unordered: slowest case to the best peer", 0.93),
+        ("gradients", f"gradients, {ORDERED}: geometric mean to deterministic FlashAttention-4", 1.0),
     ],
 )
 def test_ratios_are_met_from_their_limit_on(section: str, what: str, limit: float) -> None:
     for ratio, met in ((limit + 1e-6, True), (limit - 1e-6, False)):
         assert values(made_up(section, lambda case, peer, ratio=ratio: ratio))[what].met is met
+
+
+def test_what_has_no_order_proves_nothing_of_what_has_one() -> None:
+    told = [what for what in values(made_up("gradients")) if "deterministic" in what]
+    assert told == [f"gradients, {ORDERED}: geometric mean to deterministic FlashAttention-4"]
 
 
 def test_the_best_peer_of_each_case_counts() -> None:

@@ -2,7 +2,7 @@
 
 `dtype` computes the same in another precision, and `store` rounds what such a computation would keep in half precision
 (weights, outputs, gradients): the error that the contract allows a kernel is measured with these. Forward, kernels
-round weights before they know what divides them all: times any number, `unit`.
+round weights before they know what divides them all: times any number, `unit`, unless a row has one key alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def forward(
     for part, rows, cols in shape.sequences(spec.lengths):
         score, _ = _scores(spec, part, q[:, :, rows], k[:, :, cols], dtype)
         p, lse[:, :, rows] = _softmax(spec, score)
-        out[:, :, rows] = store(store(p * unit) @ _per_query_head(v[:, :, cols], part) / unit)
+        out[:, :, rows] = store(_rounded(p, score, store, unit) @ _per_query_head(v[:, :, cols], part))
     return Partial(out, lse)
 
 
@@ -72,7 +72,7 @@ def backward(
         if np.dtype(dtype).itemsize < 8:
             # Only out and lse cross from forward to backward: in a narrower type weights come from a rounded lse.
             p = np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(dtype)
-        delta = np.sum(g * store(store(p * unit) @ v_ / unit), axis=-1) - d_lse[:, :, rows]
+        delta = np.sum(g * store(_rounded(p, score, store, unit) @ v_), axis=-1) - d_lse[:, :, rows]
         d_score = p * (g @ v_.swapaxes(-1, -2) - delta[..., None])
         d_v[:, :, cols] += _per_key_head(store(p).swapaxes(-1, -2) @ g, part)
         d_s = store(d_score * _slope(spec.score, S, values, dtype))
@@ -109,6 +109,13 @@ def weights(spec: Attention, q: Any, k: Any, rows: Array) -> Array:
     q, k = _turned(spec, shape, q, k, dtype)
     score, _ = _scores(spec, shape, q[:, :, rows], k, dtype, rows)
     return _softmax(spec, score)[0]
+
+
+def _rounded(p: Array, score: Array, store: Store, unit: float) -> Array:
+    several = np.count_nonzero(score != -np.inf, axis=-1, keepdims=True) > 1
+    times: Array = np.where(several, unit, 1).astype(p.dtype)
+    rounded: Array = store(p * times) / times
+    return rounded
 
 
 def _turned(

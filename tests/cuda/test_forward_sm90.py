@@ -335,3 +335,13 @@ def test_a_sequence_has_its_bits_whatever_follows() -> None:
         done = CudaSimKernel("forward_sm90").forward(call.spec, call.q, call.k, call.v, TILE)
         results.append([arrays.widen(x, np.float64)[:, :, :40] for x in (done.out, done.lse)])
     assert all(np.array_equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_lse_of_huge_scores_keeps_its_last_bits() -> None:
+    """Scores of up to 65280, exact: those of a query lie far apart, so lse is the largest."""
+    sizes, places = np.arange(128, 256) * 256.0, 1 - np.arange(48) / 64
+    q, k = np.zeros((1, 1, 128, 16)), np.zeros((1, 1, 48, 16))
+    q[..., 0], k[..., 0] = sizes, places
+    call = _call(q, k, k, scale=1.0)
+    lse = CudaSimKernel("forward_sm90").forward(call.spec, call.q, call.k, call.v).lse
+    assert float(np.abs(lse[0, 0] - sizes).max()) <= 2.0**-8 / 2  # half of what lies between two numbers

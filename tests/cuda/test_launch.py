@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -303,6 +304,15 @@ def test_gradients_of_no_queries_and_of_no_keys(fake_gpu: FakeGpu) -> None:
         q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (n_q, n_k, n_k))
         found = torch.autograd.grad(tw.attention(q, k, v, kernel="cuda/tiled").sum(), (q, k, v))
         assert all(bool((x == 0).all()) for x in found)
+
+
+def test_no_order_is_not_batch_invariant(fake_gpu: FakeGpu) -> None:
+    q, k, v = (torch.randn(1, 2, 8, 16).bfloat16() for _ in range(3))
+    call = prepare(q, k, v, batch_invariant=True)
+    shape = replace(call.shape, backward=True)
+    with pytest.raises(Unsupported, match="in any order, and batch_invariant wants one"):
+        dispatch.resolve("cuda/unordered", call.spec, shape)
+    assert dispatch.resolve("cuda/forward_sm90", call.spec, shape).name == "cuda/forward_sm90"
 
 
 @pytest.mark.parametrize(("batch", "n_q", "n_k"), [(0, 5, 5), (1, 0, 5), (1, 5, 0)])

@@ -34,7 +34,7 @@ from tilewise.spec import Lengths, Partial
 from tilewise.walking import variables
 
 MOST_DRAWS = 100
-IN_ANY_ORDER = ("cuda/unordered",)  # whose gradients have other bits each time
+IN_ANY_ORDER = ("cuda/unordered",)  # whose gradients of q have other bits each time
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +177,8 @@ class _Trial:
         inputs = call.spec, call.q, call.k, call.v, saved, d_out, d_lse, drawn.tile
         grads, again = self._twice(lambda: self.kernel.backward(*inputs))
         got = backward_results(grads)
-        if self.kernel.name not in IN_ANY_ORDER:
-            self._same(got, backward_results(again), "the second time, in one thread")
+        fixed = {name: x for name, x in got.items() if name != "d_q" or self.kernel.name not in IN_ANY_ORDER}
+        self._same(fixed, backward_results(again), "the second time, in one thread")
         self._within(self.problem.backward, got, lambda: self.problem.bounds.backward(drawn.d_out, drawn.d_lse))
         for alone, rows, cols in self._sequences_alone():
             held = Partial(saved.out[rows], saved.lse[rows])

@@ -11,7 +11,7 @@ from tilewise import arrays
 from tilewise.kernels.cuda import support
 from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import UNORDERED, Rung, hoppers_backward, named
+from tilewise.kernels.cuda.rungs import UNORDERED_SM90, Rung, hoppers_backward, named
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
@@ -44,10 +44,10 @@ class CudaKernel:
             return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, and {shape.device} has {capability}"
         if shape.backward and self.rung is None:
             return "its backward passes, 'cuda/tiled' and 'cuda/forward_sm90', are taken if named; 'triton' has one too"
-        if shape.backward and spec.batch_invariant and self.name.endswith(UNORDERED):
+        if shape.backward and spec.batch_invariant and self._backward is UNORDERED_SM90:
             return "it adds gradients of q in any order, and batch_invariant wants one; 'cuda/forward_sm90' has it"
-        named = None if self.rung is None else self.rung.name
-        return support.unsupported(spec, shape, named) or (None if self.rung is None else self.rung.unsupported(shape))
+        rung = None if self.rung is None else self.rung.name
+        return support.unsupported(spec, shape, rung) or (None if self.rung is None else self.rung.unsupported(shape))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         rung = self.rung or suited(shape, sys.modules["torch"].cuda.get_device_capability(shape.device))

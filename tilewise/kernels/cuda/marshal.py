@@ -276,8 +276,8 @@ def launch(
     full.section, full.sections = _sections(shape, made, at_once)
     scale = call.scale if spec.raw_scores else 1.0
     full.binary_scale = LOG2_E * scale
-    full.natural = scale / full.binary_scale if scale else 1.0
-    full.natural_rest = scale / full.binary_scale - full.natural if scale else 0.0
+    full.natural = scale / full.binary_scale
+    full.natural_rest = scale / full.binary_scale - full.natural
     return full  # type: ignore[no-any-return]
 
 

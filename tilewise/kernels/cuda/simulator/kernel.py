@@ -101,7 +101,7 @@ def _backward(
 
     Those serve `forward_sm90` too where a wide gradient of the output makes all float32.
     """
-    dtype = "float32" if d_out.itemsize > q.itemsize else arrays.dtype_name(q)  # a wider gradient loses nothing
+    dtype = arrays.dtype_name(q) if arrays.dtype_name(d_out) == arrays.dtype_name(q) else "float32"  # nothing is lost
     given = {"q": q, "k": k, "v": v, "out": saved.out, "d_out": d_out}
     given = {name: _rows(arrays.narrow(arrays.widen(x, np.float32), dtype)) for name, x in given.items()}
     wide = {"lse": saved.lse, **({} if d_lse is None else {"d_lse": d_lse})}

@@ -181,6 +181,7 @@ __device__ __forceinline__ void store_d_query(const Launch& launch, const Shared
                 float* const to = launch.sums + (tile * 2 + half) * (HALF_BYTES / 4);
                 if (leads && turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
                 if (leads && turn != 0) hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
+                __syncwarp();
             }
             if (leads) {
                 hw::tma_store_commit();
