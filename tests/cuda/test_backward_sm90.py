@@ -227,7 +227,7 @@ def test_a_key_tile_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -
 
 # -- planted mistakes -------------------------------------------------------------------------------------------------
 
-EARLY = f"{WRONG}|more often|deadlock"
+EARLY = f"{WRONG}|more often|deadlock|after a warp had issued it"
 FREE_Q = "            arrive(shared.q_free(stage ^ 1));  // that of the step before\n"
 FREE_V = "        if (LAST) arrive(shared.v_free());\n"
 FREE_D_OUT = "        arrive(shared.d_out_free(stage));\n"
@@ -319,7 +319,7 @@ MISTAKES: dict[str, Mistake] = {
         "without fence.proxy.async", "full", {"hw::fence_async();\n        hw::barrier_arrive": "hw::barrier_arrive"},
     ),
     "a warpgroup that does not wait for the other's d_s": Mistake(
-        f"{WRONG}|without fence.proxy.async|more often", "packed",
+        f"{WRONG}|without fence.proxy.async|more often|after a warp had issued it", "packed",
         {"hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);": ""},
     ),
     "d_s written while the other warpgroup multiplies it": Mistake(

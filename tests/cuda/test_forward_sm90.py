@@ -166,7 +166,7 @@ MISTAKES: dict[str, Mistake] = {
          "free_q();\n        }\n        if": "q_ring.advance();\n        }\n        if"},
     ),
     "k let go before it is multiplied": Mistake(
-        f"{WRONG}|more often|deadlock", "causal",
+        f"{WRONG}|more often|deadlock|after a warp had issued it", "causal",
         {"begin_products();\n        score<false>();":
          "arrive(shared.k_free(k_ring.stage));\n        begin_products();\n        score<false>();",
          "free_k();\n        free_v();": "k_ring.advance();\n        free_v();"},

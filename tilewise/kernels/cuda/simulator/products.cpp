@@ -90,21 +90,42 @@ static float operand_at(uint64 descriptor, int along, int depth, bool transposed
     return widened(bits, bfloat);
 }
 
+static Operands operands_in_memory(const Product& p, SourceLine where) {
+    Operands read;
+    read.b.resize(size_t(16 * p.columns));
+    for (int k = 0; k < 16; k++)
+        for (int c = 0; c < p.columns; c++)
+            read.b[size_t(k * p.columns + c)] = operand_at(p.b, c, k, p.b_transposed, p.bfloat, where);
+    if (p.registers) return read;
+    read.a.resize(64 * 16);
+    for (int r = 0; r < 64; r++)
+        for (int k = 0; k < 16; k++) read.a[size_t(r * 16 + k)] = operand_at(p.a, r, k, p.a_transposed, p.bfloat, where);
+    return read;
+}
+
+// As the first thread of a warpgroup to issue a product found them. A GPU may read them from then on.
+static std::map<std::pair<int, uint64_t>, Operands> operands_when_issued;
+
+static void note_operands(const Issued& issued) {
+    const std::pair<int, uint64_t> key{current->number / WARPGROUP, issued.number};
+    if (launch.order == 2 && !operands_when_issued.count(key))  // in one order of all: it takes its time
+        operands_when_issued[key] = operands_in_memory(issued.product, issued.where);
+}
+
+static bool same_bits(const std::vector<float>& x, const std::vector<float>& y) {
+    return !memcmp(x.data(), y.data(), x.size() * sizeof(float));
+}
+
 static Operands& operands_of(const Issued& issued) {
-    const int group = current->number / WARPGROUP;
-    Operands& read = operands[{group, issued.number}];
-    const Product& p = issued.product;
-    if (read.b.empty()) {
-        read.b.resize(size_t(16 * p.columns));
-        for (int k = 0; k < 16; k++)
-            for (int c = 0; c < p.columns; c++)
-                read.b[size_t(k * p.columns + c)] = operand_at(p.b, c, k, p.b_transposed, p.bfloat, issued.where);
-        if (!p.registers) {
-            read.a.resize(64 * 16);
-            for (int r = 0; r < 64; r++)
-                for (int k = 0; k < 16; k++)
-                    read.a[size_t(r * 16 + k)] = operand_at(p.a, r, k, p.a_transposed, p.bfloat, issued.where);
-        }
+    const std::pair<int, uint64_t> key{current->number / WARPGROUP, issued.number};
+    const auto found = operands.find(key);
+    if (found != operands.end()) return found->second;
+    Operands& read = operands[key] = operands_in_memory(issued.product, issued.where);
+    const auto noted = operands_when_issued.find(key);
+    if (noted != operands_when_issued.end()) {
+        if (!same_bits(noted->second.a, read.a) || !same_bits(noted->second.b, read.b))
+            fail(issued.where, "an operand of this wgmma in shared memory was written to after a warp had issued it");
+        operands_when_issued.erase(noted);
     }
     return read;
 }
@@ -169,6 +190,7 @@ void wgmma(float* d, const Product& product, SourceLine where) {
     } else {
         check_untouched(d, count, where);
     }
+    note_operands(issued);
     mine.open.push_back(issued);
 }
 
@@ -265,6 +287,7 @@ void mma(float* d, const uint32* a, const uint32* b, bool bfloat, SourceLine whe
 
 static void begin_products() {
     operands.clear();
+    operands_when_issued.clear();
     meetings.clear();
     products.assign(launch.threads, Products());
 }
