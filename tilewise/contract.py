@@ -6,7 +6,7 @@ It never comes from what a kernel happens to reach. The conformance suite, the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -72,17 +72,17 @@ def expected_forward(call: Call) -> list[Expected]:
     """out and lse of a call."""
     inputs = call.spec, call.q, call.k, call.v
     want = forward_results(reference.forward(*inputs, dtype=_exact(call)))
-    dense = [forward_results(reference.forward(*inputs, **way)) for way in _same_precision(call)]
+    dense = forward_results(reference.forward(*inputs, **_same_precision(call)))
     wide = str(arrays.compute_dtype(call.shape.dtype))
     types = {"out": call.shape.dtype, "lse": wide}
-    return [_expected(what, dtype, dtype, want[what], [x[what] for x in dense]) for what, dtype in types.items()]
+    return [_expected(what, dtype, dtype, want[what], dense[what]) for what, dtype in types.items()]
 
 
 def expected_backward(call: Call, d_out: Any, d_lse: Any) -> list[Expected]:
     """Every gradient of a call: of q, k, v, of sinks if there are any, and of each array that wants one."""
     inputs = call.spec, call.q, call.k, call.v, d_out, d_lse
     want = backward_results(reference.backward(*inputs, dtype=_exact(call)))
-    dense = [backward_results(reference.backward(*inputs, **way)) for way in _same_precision(call)]
+    dense = backward_results(reference.backward(*inputs, **_same_precision(call)))
     types = dict.fromkeys(("d_q", "d_k", "d_v"), call.shape.dtype)
     if call.spec.sinks is not None:
         types["d_sinks"] = arrays.dtype_name(call.spec.sinks)
@@ -90,10 +90,7 @@ def expected_backward(call: Call, d_out: Any, d_lse: Any) -> list[Expected]:
     # Sums over many scores: those carry the rounding of the inputs' type, the sum that of the array's.
     coarser = {what: max((call.shape.dtype, dtype), key=ROUNDING.__getitem__) for what, dtype in types.items()}
     saved = _rounding_of_lse(call)
-    return [
-        _expected(what, dtype, coarser[what], want[what], [x[what] for x in dense], saved)
-        for what, dtype in types.items()
-    ]
+    return [_expected(what, dtype, coarser[what], want[what], dense[what], saved) for what, dtype in types.items()]
 
 
 def _rounding_of_lse(call: Call) -> float:
@@ -126,28 +123,21 @@ def _exact(call: Call) -> Any:
     return np.longdouble if call.shape.dtype == "float64" else np.float64
 
 
-def _same_precision(call: Call) -> list[dict[str, Any]]:
-    """The ways in which it may be computed. Float64's own error cannot be measured with float64: float32's is, and
-    `_expected` scales it down."""
+def _same_precision(call: Call) -> dict[str, Any]:
+    """Float64's own error cannot be measured with float64: float32's is, and `_expected` scales it down."""
     dtype = "float32" if call.shape.dtype == "float64" else call.shape.dtype
 
     def store(x: Array) -> Array:
         return arrays.widen(arrays.narrow(x, dtype), x.dtype)
 
-    if dtype not in ("float16", "bfloat16"):
-        return [{"dtype": arrays.compute_dtype(dtype)}]
-    # Weights are rounded as they are, or where a weight of 1 is off by as much as any may be.
-    units = (1.0, 1 + ROUNDING[dtype])
-    return [{"dtype": arrays.compute_dtype(dtype), "store": store, "unit": unit} for unit in units]
+    return {"dtype": arrays.compute_dtype(dtype), "store": store if dtype in ("float16", "bfloat16") else lambda x: x}
 
 
-def _expected(
-    what: str, dtype: str, rounded_as: str, want: Array, dense: Sequence[Array], saved: float = 0.0
-) -> Expected:
-    """The limit: twice the dense computation's error, that of the worse of its ways, and a band of a few roundings of
-    the largest number. saved: what was rounded before, as a share of it."""
+def _expected(what: str, dtype: str, rounded_as: str, want: Array, dense: Array, saved: float = 0.0) -> Expected:
+    """The limit: twice the dense computation's error, and a band of a few roundings of the largest number. saved: what
+    was rounded before, as a share of it."""
     finite = np.isfinite(want)
-    allowed = max(float(np.abs(x[finite].astype(np.float64) - want[finite]).max(initial=0)) for x in dense)
+    allowed = float(np.abs(dense[finite].astype(np.float64) - want[finite]).max(initial=0))
     if rounded_as == "float64":
         allowed *= ROUNDING["float64"] / ROUNDING["float32"]
     # The band: a rounding on storing, and a few in the type computed with.

@@ -1,8 +1,7 @@
 """Dense attention and its gradients, in float64: the oracle. No tiles, no cleverness, N x N memory.
 
 `dtype` computes the same in another precision, and `store` rounds what such a computation would keep in half precision
-(weights, outputs, gradients): the error that the contract allows a kernel is measured with these. Forward, kernels
-round weights before they know what divides them all: times any number, `unit`, unless a row has one key alone.
+(weights, outputs, gradients): the error that the contract allows a kernel is measured with these.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ Store = Callable[[Array], Array]
 
 
 def forward(
-    spec: Attention, q: Any, k: Any, v: Any, dtype: npt.DTypeLike = np.float64, store: Store = lambda x: x,
-    unit: float = 1.0,
-) -> Partial:  # fmt: skip
+    spec: Attention, q: Any, k: Any, v: Any, dtype: npt.DTypeLike = np.float64, store: Store = lambda x: x
+) -> Partial:
     """softmax(score(scale * q k^T), where the mask holds) v, on (batch, heads, n, d) arrays."""
     q, k, v = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k, v))
     shape = Shape.of(spec, q, k, v)
@@ -37,7 +35,7 @@ def forward(
     for part, rows, cols in shape.sequences(spec.lengths):
         score, _ = _scores(spec, part, q[:, :, rows], k[:, :, cols], dtype)
         p, lse[:, :, rows] = _softmax(spec, score)
-        out[:, :, rows] = store(_rounded(p, score, store, unit) @ _per_query_head(v[:, :, cols], part))
+        out[:, :, rows] = store(store(p) @ _per_query_head(v[:, :, cols], part))
     return Partial(out, lse)
 
 
@@ -50,7 +48,6 @@ def backward(
     d_lse: Any = None,
     dtype: npt.DTypeLike = np.float64,
     store: Store = lambda x: x,
-    unit: float = 1.0,
 ) -> Grads:
     """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
     q, k, v, d_out = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k, v, d_out))
@@ -72,7 +69,7 @@ def backward(
         if np.dtype(dtype).itemsize < 8:
             # Only out and lse cross from forward to backward: in a narrower type weights come from a rounded lse.
             p = np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(dtype)
-        delta = np.sum(g * store(_rounded(p, score, store, unit) @ v_), axis=-1) - d_lse[:, :, rows]
+        delta = np.sum(g * store(store(p) @ v_), axis=-1) - d_lse[:, :, rows]
         d_score = p * (g @ v_.swapaxes(-1, -2) - delta[..., None])
         d_v[:, :, cols] += _per_key_head(store(p).swapaxes(-1, -2) @ g, part)
         d_s = store(d_score * _slope(spec.score, S, values, dtype))
@@ -109,13 +106,6 @@ def weights(spec: Attention, q: Any, k: Any, rows: Array) -> Array:
     q, k = _turned(spec, shape, q, k, dtype)
     score, _ = _scores(spec, shape, q[:, :, rows], k, dtype, rows)
     return _softmax(spec, score)[0]
-
-
-def _rounded(p: Array, score: Array, store: Store, unit: float) -> Array:
-    several = np.count_nonzero(score != -np.inf, axis=-1, keepdims=True) > 1
-    times: Array = np.where(several, unit, 1).astype(p.dtype)
-    rounded: Array = store(p * times) / times
-    return rounded
 
 
 def _turned(

@@ -14,10 +14,10 @@ from tilewise.contract import check_forward
 
 CASES = [
     Case("full", "one key"),
-    Case("causal", "more queries than keys"),
+    Case("causal", "ragged"),
     Case("window", "packed"),
     Case("sinks", "smallest head"),
-    Case("all at once", "one query", "bfloat16"),
+    Case("all at once", "grouped", "bfloat16"),
 ]
 
 
