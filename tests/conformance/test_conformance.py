@@ -12,9 +12,9 @@ import pytest
 
 import tilewise as tw
 from tests.conformance.paths import forced, paths
-from tilewise import arrays, dispatch
+from tilewise import arrays, dispatch, validate
 from tilewise.cases import PACKED_VARIANTS, VARIANTS, Case, conformance
-from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device
+from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device, on_host
 from tilewise.dispatch import Kernel
 from tilewise.spec import Tile
 
@@ -190,6 +190,42 @@ def test_a_wider_gradient_is_not_rounded_to_the_inputs_type(name: str, dtype: st
     grads = pullback(d_out)
     assert arrays.dtype_name(grads.v) == dtype
     assert np.all(arrays.widen(grads.v, np.float32) == 0.5)
+
+
+def _heavy(dtype: str) -> tuple[Any, Any, Any, Any, Any]:
+    """q, k and v of scores by the hundred thousand, rows whose weight is all on one key, and which key that is."""
+    rng = np.random.default_rng(3)
+    sizes = (4e3, 90), (20, 300), (1, 300)
+    q, k, v = (arrays.narrow(size * rng.standard_normal((1, 2, n, 64)), dtype) for size, n in sizes)
+    scores = arrays.widen(q, np.float64) @ arrays.widen(k, np.float64).swapaxes(-1, -2) / 8
+    second, first = np.moveaxis(np.sort(scores, axis=-1)[..., -2:], -1, 0)
+    return q, k, v, first - second > 100, np.argmax(scores, axis=-1)
+
+
+def _check_heavy_keys(name: str, dtype: str, device: str = "cpu") -> None:
+    q, k, v, alone, key = _heavy(dtype)
+    call = on_device(validate.prepare(q, k, v), device)
+    out = arrays.as_numpy(on_host(dispatch.kernel(name).forward(call.spec, call.q, call.k, call.v).out))
+    assert alone.sum() > 150
+    for h in range(2):
+        found, wanted = out[0, h][alone[0, h]], v[0, h][key[0, h][alone[0, h]]]
+        assert found.tobytes() == wanted.tobytes(), f"{(found != wanted).any(-1).sum()} rows of {alone[0, h].sum()}"
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_with_its_weight_on_one_key_has_its_value(name: str, dtype: str) -> None:
+    """To the last bit, however large scores are: delta is made from it, and d_s is a difference to delta."""
+    if dispatch.kernel(name).unavailable() is not None:
+        pytest.skip("it cannot run on this machine")
+    _check_heavy_keys(name, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_RUNGS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_row_with_its_weight_on_one_key_has_its_value_on_a_gpu(name: str, dtype: str) -> None:
+    _check_heavy_keys(name, dtype, "cuda:0")
 
 
 def test_every_variant_has_a_case() -> None:

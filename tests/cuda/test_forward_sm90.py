@@ -209,7 +209,7 @@ MISTAKES: dict[str, Mistake] = {
         {"hw::wgmma_wait<1>();": ""},
     ),
     "no wait for acc": Mistake(
-        f"{WRONG}|written to before", "causal", {"hw::wgmma_wait_in_place(launch.items > 0);": ";"},
+        f"{WRONG}|written to before", "causal", {"hw::wgmma_wait_in_place<0>(launch.items > 0);": ";"},
     ),
     "warps that wait at places of their own": Mistake(
         "another warp of the warpgroup waits for its products at forward_sm90.cu", "causal",

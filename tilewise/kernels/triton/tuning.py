@@ -70,7 +70,9 @@ _TABLE: dict[Pass, dict[int, Choice]] = {
 }  # fmt: skip
 
 # Without a mask no tile is cut short, and one that is larger reads fewer keys.
-_PLAIN: dict[Pass, dict[int, Choice]] = {Pass.FORWARD: {64: Choice(Tile(128, 64), 4, 3)}}
+_PLAIN: dict[Pass, dict[int, Choice]] = {
+    Pass.FORWARD: {64: Choice(Tile(128, 64), 4, 3), 128: Choice(Tile(128, 128), 8, 3)},
+}
 
 # float32 has no tensor cores: its products are written out, and large tiles take long to compile.
 _FLOAT32 = {

@@ -90,7 +90,7 @@ inline void add_release(int* at, int value) { simulator::add_release(at, value);
 inline void wgmma_fence(CALLED_FROM) { simulator::wgmma_fence(where); }
 inline void wgmma_commit(CALLED_FROM) { simulator::wgmma_commit(where); }
 template <int N> void wgmma_wait(CALLED_FROM) { simulator::wgmma_wait(N, where); }
-inline void wgmma_wait_in_place(bool, CALLED_FROM) { simulator::wgmma_wait(0, where); }
+template <int N> void wgmma_wait_in_place(bool, CALLED_FROM) { simulator::wgmma_wait(N, where); }
 inline void wgmma_wait_together(CALLED_FROM) { simulator::wgmma_wait(0, where); }
 template <class T, int N> void pin(T (&)[N]) {}
 inline int anew(int x) { return x; }

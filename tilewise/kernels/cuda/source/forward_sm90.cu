@@ -187,7 +187,7 @@ struct Consumer {
     // All warps of a warpgroup must wait for products at the same place of the program, whatever each has to compute.
     template <bool HELD = true> __device__ __forceinline__ void wait_for_p_v() {
         hw::pin(rows.s);
-        if (HELD) hw::wgmma_wait_in_place(launch.items > 0);
+        if (HELD) hw::wgmma_wait_in_place<0>(launch.items > 0);
         else hw::wgmma_wait_together();
         hw::pin(acc);
         hw::pin(p);
@@ -277,14 +277,15 @@ struct Consumer {
     }
 
     // 7 finish: acc / row_sum, lse
-    __device__ __forceinline__ void store(const Item& item, const float (&row_max)[2], const float (&row_sum)[2]) const {
+    __device__ __forceinline__ void store(const Item& item, const float (&row_max)[2], const float (&row_sum)[2],
+                                          const float (&narrowing)[2]) const {
         const Work& work = item.work;
         const int row = work.sequence.q_begin + work.first_query + first_row(), quarter = lane % 4;
         const int left = work.sequence.n_q - work.first_query - first_row();
         const float sink = sink_of(launch.params, work.h);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const Finished done = finished(launch, row_max[half], sum_of_quad(row_sum[half]), sink);
+            const Finished done = finished(launch, row_max[half], sum_of_quad(row_sum[half]), narrowing[half], sink);
             const bool inside = half * 8 < left;
             if (inside && quarter == 0) *row_of<float>(launch.params.lse, work.b, work.h, row + half * 8) = done.lse;
             Element* out = row_of<Element>(launch.params.out, work.b, work.h, row + half * 8);
@@ -330,6 +331,7 @@ struct Consumer {
             // The last product of this item beside the first of the next.
             const int done = items.stage;
             const float row_max[2] = {rows.row_max[0], rows.row_max[1]}, row_sum[2] = {rows.row_sum[0], rows.row_sum[1]};
+            const float narrowing[2] = {rows.narrowing[0], rows.narrowing[1]};
             items.advance();
             const bool more = wait_for_item();
             if (more) {
@@ -350,7 +352,7 @@ struct Consumer {
                 hw::pin(acc);
                 free_v();
             }
-            store(shared.item(done), row_max, row_sum);
+            store(shared.item(done), row_max, row_sum, narrowing);
             shared.free_item(done);
             if (!more) return;
         }

@@ -59,6 +59,7 @@ template <int KEYS> struct Softmax {
     float s[KEYS / 2];
     float row_max[2];  // as exponents of 2
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
+    float narrowing[2];  // of the heaviest weight in it
 
     // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
     static constexpr int BATCH = 4;
@@ -103,7 +104,9 @@ template <int KEYS> struct Softmax {
     __device__ __forceinline__ void begin(const Launch& launch) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            row_max[half] = largest(half) * launch.binary_scale;
+            const float here = largest(half);
+            row_max[half] = here * launch.binary_scale;
+            narrowing[half] = narrowing_of(launch, here, row_max[half]);
             row_sum[half] = 0;
         }
         exponentiate(launch, row_sum);
@@ -116,14 +119,16 @@ template <int KEYS> struct Softmax {
     }
     // True if acc must be rescaled. Within `patience` of row_max nothing changes.
     __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
-        const float new_max[2] = {largest(0) * launch.binary_scale, largest(1) * launch.binary_scale};
+        const float here[2] = {largest(0), largest(1)};
         bool needed = false;
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // each row by itself: its bits must not depend on its neighbours
-            const bool rises = new_max[half] > row_max[half] + patience;
-            const float larger = rises ? new_max[half] : row_max[half];
+            const float new_max = here[half] * launch.binary_scale;
+            const bool rises = new_max > row_max[half] + patience;
+            const float larger = rises ? new_max : row_max[half];
             rescale[half] = rises ? exp2_approximate(row_max[half] - larger) : 1.0f;
             row_max[half] = larger;
+            if (rises) narrowing[half] = narrowing_of(launch, here[half], larger);
             row_sum[half] *= rescale[half];
             needed |= rises;
         }
@@ -138,6 +143,13 @@ template <int KEYS> struct Softmax {
             odd = fmaxf(odd, s[n * 4 + half * 2 + 1]);
         }
         return largest_of_quad(fmaxf(even, odd));
+    }
+    // By how much the weight of the largest score changes before it is multiplied. It is 1, unless scores are so large that
+    // row_max was rounded by much. Of a row whose weight is all on one key the result is that key's v, to the last bit:
+    // gradients are differences of such numbers.
+    __device__ __forceinline__ static float narrowing_of(const Launch& launch, float largest, float row_max) {
+        const float heaviest = exp2_approximate(fmaf(finite(largest), launch.binary_scale, -finite(row_max)));
+        return widen(narrow<Element>(heaviest)) - heaviest;
     }
     __device__ __forceinline__ void exponentiate(const Launch& launch, float (&sums)[2]) {
         const float scale = launch.binary_scale, shift[2] = {-finite(row_max[0]), -finite(row_max[1])};
@@ -185,6 +197,7 @@ template <int KEYS> struct Softmax {
             rescale[half] = power_of_2(-lowered);
             row_max[half] += float(lowered);
             row_sum[half] = (row_sum[half] + sums[half]) * rescale[half];
+            narrowing[half] *= rescale[half];
         }
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) s[i] *= rescale[i / 2 % 2];
@@ -194,13 +207,13 @@ template <int KEYS> struct Softmax {
 // As in softmax.h, of a row_max that is an exponent of 2. It may be far from what the sum has grown to, so the sum's own
 // power joins it first: lse must not be the difference of two large numbers. Nor may a large one be rounded on the way: the
 // gradients' weights are powers of e of its difference to a score.
-__device__ __forceinline__ Finished finished(const Launch& launch, float row_max, float row_sum, float sink) {
+__device__ __forceinline__ Finished finished(const Launch& launch, float row_max, float row_sum, float narrowing, float sink) {
     if (row_sum == 0) return {0.0f, sink};
     const float exponent = float(exponent_of(row_sum)), whole = row_max + exponent, joined = whole - row_max;
     const float rest = (row_max - (whole - joined)) + (exponent - joined);  // what that sum was rounded by
     const float fraction = rest + log2_approximate(row_sum * power_of_2(-exponent_of(row_sum)));
     const float lse = fmaf(whole, launch.natural, fmaf(whole, launch.natural_rest, fraction * LN_2));
-    const float weight = reciprocal_approximate(row_sum);
+    const float weight = reciprocal_approximate(row_sum + narrowing);
     if (!HAS_SINKS || sink == -INFINITY) return {weight, lse};
     const float larger = fmaxf(lse, sink), joint = larger + log1pf(expf(fminf(lse, sink) - larger));
     return {expf(lse - joint) * weight, joint};

@@ -38,6 +38,7 @@ def forward(
         q, q_steps, None, b, h, q_begin, first, n_q, turns, QUERIES, TILE_Q, D, DEPTH, PAIRS, INTERLEAVED
     )
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)
+    largest = row_max  # before it was an exponent of 2
     row_sum = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
     keys = k, v, k_steps, v_steps, k_map, v_map, b, h // group, k_begin
@@ -45,19 +46,22 @@ def forward(
     for run in range(first_run, last_run):
         first_tile, last_tile, kind = tl.load(runs + run * 3), tl.load(runs + run * 3 + 1), tl.load(runs + run * 3 + 2)
         if kind == PARTIAL:
-            acc, row_max, row_sum = visit(
-                acc, row_max, row_sum, q_tile, query, first_tile, last_tile, PARTIAL, keys, n_q, n_k, place, loaded,
-                scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS, INTERLEAVED,
+            acc, row_max, largest, row_sum = visit(
+                acc, row_max, largest, row_sum, q_tile, query, first_tile, last_tile, PARTIAL, keys, n_q, n_k, place,
+                loaded, scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                INTERLEAVED,
             )  # fmt: skip
         else:
-            acc, row_max, row_sum = visit(
-                acc, row_max, row_sum, q_tile, query, first_tile, last_tile, FULL, keys, n_q, n_k, place, loaded,
-                scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS, INTERLEAVED,
+            acc, row_max, largest, row_sum = visit(
+                acc, row_max, largest, row_sum, q_tile, query, first_tile, last_tile, FULL, keys, n_q, n_k, place,
+                loaded, scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                INTERLEAVED,
             )  # fmt: skip
 
     # 7 finish: acc / row_sum, lse
     done = lse_of(row_max, row_sum)
-    weight = 1 / tl.where(row_sum == 0, 1.0, row_sum)
+    multiplied = row_sum + narrowing(finite(largest), binary(scale, RAW), -finite(row_max), v.dtype.element_ty)
+    weight = 1 / tl.where(row_sum == 0, 1.0, multiplied)
     if HAS_SINKS:
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))
         weight = weight * tl.exp(done - finite(joint))
@@ -68,9 +72,20 @@ def forward(
 
 
 @triton.jit
+def narrowing(largest, factor, shift, TYPE: tl.constexpr):
+    """By how much the weight of the largest score changed before it was multiplied.
+
+    It is 1, unless scores are so large that row_max was rounded by much. Of a row whose weight is all on one key the
+    result is that key's v, to the last bit: gradients are differences of such numbers.
+    """
+    heaviest = tl.exp2(fused(largest, factor, shift))
+    return narrow(heaviest, TYPE).to(tl.float32) - heaviest
+
+
+@triton.jit
 def visit(
-    acc, row_max, row_sum, q_tile, query, first_tile, last_tile, KIND: tl.constexpr, keys, n_q, n_k, place, loaded,
-    scale, turns, RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, TILE_K: tl.constexpr,
+    acc, row_max, largest, row_sum, q_tile, query, first_tile, last_tile, KIND: tl.constexpr, keys, n_q, n_k, place,
+    loaded, scale, turns, RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +107,9 @@ def visit(
         # 4 mask (PARTIAL tiles only)
         s = scores(s, query[:, None], key[None, :], KIND, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
         # 5 row_max, rescale, p, row_sum
-        new_max = tl.maximum(row_max, tl.max(s, 1) * factor)
+        largest_here = tl.max(s, 1)
+        largest = tl.maximum(largest, largest_here)
+        new_max = tl.maximum(row_max, largest_here * factor)
         shift = finite(new_max)
         rescale = tl.exp2(row_max - shift)
         p = tl.exp2(fused(s, factor, -shift[:, None]))
@@ -102,7 +119,7 @@ def visit(
         v_tile = load_tile(v, v_steps, v_map, b, hk, k_begin, first, n_k, TILE_K, D_V, COLUMNS)
         acc = acc * rescale[:, None]
         acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision=PRECISION)
-    return acc, row_max, row_sum
+    return acc, row_max, largest, row_sum
 
 
 @triton.jit
