@@ -255,7 +255,11 @@ class _BackwardSm90:
         return 256
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        return {"SHARED_BYTES": 0, "ORDERED": self.ordered}
+        return {"SHARED_BYTES": 0, "ORDERED": self.ordered, "STAGES": self.stages(shape)}
+
+    def stages(self, shape: Shape) -> int:
+        """Of k and of d_s. Larger heads leave room for one: a third of q and a second of d_q bring more."""
+        return 1 if max(shape.d, shape.d_v) > 64 else 2
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
@@ -277,12 +281,13 @@ class BackwardProducts(_BackwardSm90):
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
-        # Rows of 128 bytes: two stages of k, q and d_out, v, d_s; then d_q, shift and delta, barriers, room to align.
-        rows = tile.k * (2 * q_parts + v_parts + 2) + 2 * tile.q * (q_parts + v_parts)
+        # Rows of 128 bytes: k, v, d_s, q, d_out. Then twice d_q, thrice shift, twice delta, barriers, room to align.
+        stages = self.stages(shape)
+        rows = tile.k * (stages * q_parts + v_parts + stages) + tile.q * (3 * q_parts + 2 * v_parts)
         wide = max(q_parts, v_parts) > 1  # whose products leave the producer few registers
         return {
-            "SHARED_BYTES": 128 * rows + 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + 256 + 1024,
-            "ORDERED": self.ordered,
+            **super().constants(tile, shape, cell_bytes),
+            "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 5 * 4 * tile.q + 384 + 1024,
             "CONSUMER_REGISTERS": 240 if wide else 232,
             "PRODUCER_REGISTERS": 24 if wide else 40,
         }

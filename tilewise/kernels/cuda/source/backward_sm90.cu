@@ -4,9 +4,10 @@
 // the order of its key tiles: a storing warp waits for its turn, so that every sum has the same bits each time.
 //
 // Of the five products of a step, those that need no result of the step run beside its exponentials: d_k of the step before
-// and d_p. d_q is multiplied a step late, when the other warpgroup's d_s has mostly come: they need not go in step, and one
-// computes exponentials while the other multiplies. s of the next step is issued behind d_q, and d_k is still under way when
-// the next step begins.
+// and d_p. s of the next step is issued behind d_q, and d_k is still under way when the next step begins. Where shared memory
+// has room, d_q is multiplied a step late, when the other warpgroup's d_s is long there: one computes exponentials while the
+// other multiplies. Shared memory is what products wait for, and who reads it waits with them: -lse is read a while before
+// it is needed, d_p begins with -delta, and d_q is handed over when its writing is long done.
 #include "device.h"
 #include "config.h"
 #include "params.h"
@@ -22,6 +23,8 @@
 
 static_assert(Shared::END + 1024 == SHARED_BYTES, "as the host reckons it");
 constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
+constexpr bool HELD = Q_PARTS == 1 && V_PARTS == 1;  // whether registers have room for k and v: it saves reading them each step
+constexpr bool LATE = S_STAGES == 2;  // whether d_q is multiplied a step late
 
 // A warpgroup: 64 keys of the tile, of which a thread has two (g and g + 8 of its warp's 16). Of each eight queries it has
 // two: s[n * 4 + half * 2 + e] is key g + half * 8, query n * 8 + lane % 4 * 2 + e.
@@ -31,9 +34,15 @@ struct Consumer {
     const Shared& shared;
     const int number, lane;
     uint32 keys = 0, steps = 0;  // key tiles and query tiles until now: stages and parities follow from them
+    bool d_q_waits = false;  // to be handed over
+    Ring<Q_STAGES> next_q;
+    int q = 0, q_before = 0;  // stages of the query tile that s is of, and of the one before
     float d_k[DEPTH / 2], d_v[COLUMNS / 2];
     float s[TILE_Q / 2], d_p[TILE_Q / 2], d_q[HALF / 2];
+    float2 shift[TILE_Q / 8];
     uint32 p[TILE_Q / 16][4];
+    uint32 k_held[HELD ? DEPTH / 16 : 1][4], v_held[HELD ? COLUMNS / 16 : 1][4];
+    bool is_partial = false;  // the query tile that s is of
 
     __device__ __forceinline__ Consumer(const Launch& launch, const Shared& shared, int number)
         : launch(launch), params(launch.backward.params), shared(shared), number(number), lane(threadIdx.x % 32) {}
@@ -43,33 +52,57 @@ struct Consumer {
     }
     __device__ __forceinline__ int first_key() const { return number * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4; }
 
+    // The numbers of two neighbouring queries.
+    __device__ __forceinline__ float2 two_of(uint32 rows, int n) const {
+        return *reinterpret_cast<const float2*>(shared.memory + (rows - shared.base) + (n * 8 + lane % 4 * 2) * 4);
+    }
+    // This warpgroup's rows of k or v, as products take them from registers.
+    template <int N> __device__ __forceinline__ void hold(uint32 (&to)[N][4], uint32 rows) const {
+        const uint32 row = rows + (number * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16) * ROW_BYTES;
+#pragma unroll
+        for (int k = 0; k < N; k++) hw::load_matrices(to[k], row + ((k * 2 + lane / 16) ^ lane % 8) * 16);
+        __syncwarp();  // all lanes have read theirs
+    }
     // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys
-    template <int PARTS_DEPTH>
-    __device__ __forceinline__ void multiply_rows(float (&to)[TILE_Q / 2], uint32 keys, uint32 queries) const {
-        const uint64 a_at = swizzled_128(keys + number * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
+    template <int PARTS_DEPTH, bool ADD, int N>
+    __device__ __forceinline__ void multiply_rows(float (&to)[TILE_Q / 2], const uint32 (&held)[N][4], uint32 keys,
+                                                  uint32 queries) const {
+        const uint64 a_at = swizzled_128(hw::anew(keys) + number * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(queries, 8 * ROW_BYTES, 16);
 #pragma unroll
         for (int k = 0; k < PARTS_DEPTH / 16; k++) {
             const uint64 a = a_at + ((k / 4) * TILE_K * ROW_BYTES + k % 4 * 32) / 16;
             const uint64 b = b_at + ((k / 4) * TILE_Q * ROW_BYTES + k % 4 * 32) / 16;
-            if (k == 0) hw::wgmma<TILE_Q, false>(to, a, b);
-            else hw::wgmma<TILE_Q, true>(to, a, b);
+            if constexpr (HELD) {
+                if (k == 0) hw::wgmma<TILE_Q, ADD>(to, held[k], b);
+                else hw::wgmma<TILE_Q, true>(to, held[k], b);
+            } else {
+                if (k == 0) hw::wgmma<TILE_Q, ADD>(to, a, b);
+                else hw::wgmma<TILE_Q, true>(to, a, b);
+            }
         }
         hw::wgmma_commit();
     }
     __device__ __forceinline__ uint32 k() const { return shared.k(keys % K_STAGES); }
-    __device__ __forceinline__ void multiply_k_q(uint32 step) {
-        hw::mbarrier_wait(shared.q_full(step % 2), step / 2 % 2);
+    __device__ __forceinline__ void begin_s() {
+        hw::mbarrier_wait(shared.q_full(next_q.stage), next_q.parity);
+        q = next_q.stage;
+        next_q.advance();
+        is_partial = shared.meeting(q).kind == PARTIAL;
+#pragma unroll
+        for (int n = 0; n < TILE_Q / 8; n++) shift[n] = two_of(shared.shift(q), n);
+    }
+    __device__ __forceinline__ void multiply_k_q() {
         hw::wgmma_fence();
-        multiply_rows<DEPTH>(s, k(), shared.q(step % 2));
+        multiply_rows<DEPTH, false>(s, k_held, k(), shared.q(q));
     }
 
     // 3 score
     // 4 mask (PARTIAL tiles only)
     // 5 p, d_s. Rows that see no key, and those beyond the last query, are shifted by infinity: their weights are 0.
-    __device__ __forceinline__ Work work_of(int stage) const {
+    __device__ __forceinline__ Work work() const {
         const volatile Shared::Item& item = shared.item(keys % K_STAGES);
-        const volatile Shared::Meeting& meeting = shared.meeting(stage);
+        const volatile Shared::Meeting& meeting = shared.meeting(q);
         Work work;
         work.sequence = params.sequences[item.sequence];
         work.b = item.b;
@@ -80,8 +113,8 @@ struct Consumer {
         return work;
     }
     // For each of the thread's scores, with the query's and the key's values of the variant.
-    template <class Act> __device__ __forceinline__ void for_each(int stage, Act act) {
-        const Work work = work_of(stage);
+    template <class Act> __device__ __forceinline__ void for_each(Act act) {
+        const Work work = this->work();
         const variant::Head head = variant::head(params, work);
         const int tile = shared.item(keys % K_STAGES).j * TILE_K;
         const variant::Key key[2] = {variant::key(params, head, tile, first_key()),
@@ -97,49 +130,45 @@ struct Consumer {
                     act(n * 4 + half * 2 + e, query, head, row, key[half], variant::near_cells(row, key[half]));
             }
     }
-    __device__ __forceinline__ void score(int stage) {
-        const bool is_partial = shared.meeting(stage).kind == PARTIAL;
+    __device__ __forceinline__ void score() {
         if (!SCORED && !is_partial) return;
         const int n_q = params.sequences[shared.item(keys % K_STAGES).sequence].n_q;  // of what is beyond, a variant may make anything
-        for_each(stage, [&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
+        for_each([&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
                          const variant::Near& near) {
             if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
             if (query >= n_q || (is_partial && !variant::mask(params, head, row, key, near))) s[i] = -INFINITY;
         });
     }
-    __device__ __forceinline__ void exponentiate(int stage) {
+    // lse is subtracted first: as a power of 2 it would be rounded, by much where scores are large. Nor may products be added
+    // to it: it is of scores that were rounded as these are.
+    template <int FROM, int TO> __device__ __forceinline__ void exponentiate() {
         const float scale = SCORED ? 1.0f : params.scale;
 #pragma unroll
-        for (int n = 0; n < TILE_Q / 8; n++) {
-            const float2 lse = two_of(shared.shift(stage), n);
-#pragma unroll
-            for (int i = 0; i < 4; i++) {  // lse first: as a power of 2 it would be rounded, by much where scores are large
-                float& x = s[n * 4 + i];
-                x = exp2_approximate(LOG2_E * fmaf(x, scale, -(i % 2 ? lse.y : lse.x)));
-            }
-        }
-    }
-    // The numbers of two neighbouring queries.
-    __device__ __forceinline__ float2 two_of(uint32 rows, int n) const {
-        return *reinterpret_cast<const float2*>(shared.memory + (rows - shared.base) + (n * 8 + lane % 4 * 2) * 4);
+        for (int i = FROM / 2; i < TO / 2; i++)
+            s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift[i / 4].y : shift[i / 4].x));
     }
     __device__ __forceinline__ void pack_p() {
 #pragma unroll
         for (int i = 0; i < TILE_Q / 4; i++) p[i / 4][i % 4] = hw::packed<Element>(s[2 * i], s[2 * i + 1]);
     }
-    // d_s takes the place of s.
-    __device__ __forceinline__ void weigh(int stage) {
+    // Of all keys each query's -delta, to which products are added.
+    __device__ __forceinline__ void begin_d_p(int stage) {
 #pragma unroll
         for (int n = 0; n < TILE_Q / 8; n++) {
             const float2 delta = two_of(shared.delta(stage), n);
-#pragma unroll
-            for (int i = 0; i < 4; i++) s[n * 4 + i] *= d_p[n * 4 + i] - (i % 2 ? delta.y : delta.x);
+            d_p[n * 4] = d_p[n * 4 + 2] = delta.x;
+            d_p[n * 4 + 1] = d_p[n * 4 + 3] = delta.y;
         }
     }
+    // d_s takes the place of s. delta is already subtracted.
+    __device__ __forceinline__ void weigh() {
+#pragma unroll
+        for (int i = 0; i < TILE_Q / 2; i++) s[i] *= d_p[i];
+    }
     // To shared memory, keys down; 16 x 16 scores of a warp at a time.
-    __device__ __forceinline__ void write_d_s(int stage) const {
+    __device__ __forceinline__ void write_d_s() const {
         const int row = number * 64 + threadIdx.x / 32 % 4 * 16 + lane % 16;
-        const uint32 at = shared.d_s(stage) + row * ROW_BYTES;
+        const uint32 at = d_s() + row * ROW_BYTES;
 #pragma unroll
         for (int k = 0; k < TILE_Q / 16; k++) {
             uint32 words[4];
@@ -149,6 +178,8 @@ struct Consumer {
         }
     }
 
+    __device__ __forceinline__ uint32 d_s() const { return shared.d_s(steps % S_STAGES); }
+
     // 6 d_v += p @ d_out, d_k += d_s @ q, d_q = d_s.T @ k
     __device__ __forceinline__ void add_to_d_v(int stage) {
         const uint64 b_at = swizzled_128(shared.d_out(stage), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
@@ -156,18 +187,18 @@ struct Consumer {
         for (int k = 0; k < TILE_Q / 16; k++) hw::wgmma<COLUMNS, true, true>(d_v, p[k], b_at + k * 16 * ROW_BYTES / 16);
         hw::wgmma_commit();
     }
-    __device__ __forceinline__ void add_to_d_k(int stage) {
-        const uint64 a_at = swizzled_128(shared.d_s(stage) + number * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
-        const uint64 b_at = swizzled_128(shared.q(stage), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
+    __device__ __forceinline__ void add_to_d_k(int q) {
+        const uint64 a_at = swizzled_128(d_s() + number * 64 * ROW_BYTES, 8 * ROW_BYTES, 16);
+        const uint64 b_at = swizzled_128(shared.q(q), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_Q / 16; k++)
             hw::wgmma<DEPTH, true, false, true>(d_k, a_at + k * 32 / 16, b_at + k * 16 * ROW_BYTES / 16);
         hw::wgmma_commit();
     }
     // Of all keys, and of half of the columns: a part of k, or half of its only one.
-    __device__ __forceinline__ void multiply_d_s_k(int stage) {
-        const uint32 columns = k() + number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
-        const uint64 a_at = swizzled_128(shared.d_s(stage), 8 * ROW_BYTES, 16);
+    __device__ __forceinline__ void multiply_d_s_k(uint32 d_s) {
+        const uint32 columns = hw::anew(k()) + number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
+        const uint64 a_at = swizzled_128(d_s, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(columns, 8 * ROW_BYTES, TILE_K * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++) {
@@ -177,73 +208,80 @@ struct Consumer {
         }
         hw::wgmma_commit();
     }
-    __device__ __forceinline__ void hand_over_d_q(uint32 step) const {
-        hw::barrier_sync(Shared::d_q_room(step, number), 160);
-        unsigned char* const to = shared.memory + (shared.d_q(number) - shared.base) + threadIdx.x % 128 * 16;
+    // d_q of a step, when both warpgroups have written its d_s.
+    __device__ __forceinline__ void multiply_d_q(uint32 step) {
+        if (LATE) hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);
+        hw::wgmma_fence();
+        multiply_d_s_k(shared.d_s(step % S_STAGES));
+    }
+    __device__ __forceinline__ void write_d_q(uint32 step) {
+        hw::pin(d_q);
+        arrive(shared.d_s_free(step % S_STAGES));
+        hw::mbarrier_wait(shared.d_q_free(step % 2), step / 2 % 2 ^ 1);
+        unsigned char* const to = shared.memory + (shared.d_q(step % 2, number) - shared.base) + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < HALF / 8; n++)
             *reinterpret_cast<float4*>(to + n * 2048) = make_float4(d_q[n * 4], d_q[n * 4 + 1], d_q[n * 4 + 2], d_q[n * 4 + 3]);
+        d_q_waits = true;
+    }
+    __device__ __forceinline__ void hand_over_d_q(uint32 step) {
+        if (!d_q_waits) return;
         hw::fence_async();
-        hw::barrier_arrive(Shared::d_q_written(step, number), 160);
+        hw::barrier_arrive(Shared::d_q_written(step % 2, number), 160);
+        d_q_waits = false;
     }
 
-    // d_q of a query tile, when both warpgroups have written its d_s.
-    __device__ __forceinline__ void multiply_d_q(uint32 step) {
-        hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);
-        hw::wgmma_fence();
-        multiply_d_s_k(step % 2);
-    }
-    __device__ __forceinline__ void finish_d_q(uint32 step) {
-        hw::pin(d_q);
-        arrive(shared.d_s_free(step % 2));
-        hand_over_d_q(step);
-    }
-
-    // A query tile. s is there; d_k of the step before is under way, and d_q of it still to be multiplied, unless this is the
-    // first. It waits a step, so that the other warpgroup's d_s has mostly come: they need not go in step.
+    // A query tile. s is there. Unless this is the first, d_k of the step before is under way, and d_q may be to be handed over.
     template <bool FIRST, bool LAST> __device__ __forceinline__ void step() {
-        const int stage = steps % 2;
+        const uint32 d_q_step = LATE ? steps - 1 : steps;
+        constexpr bool HAS_D_Q = !LATE || !FIRST;
+        const int stage = steps % 2, q_before = this->q_before;
         hw::mbarrier_wait(shared.d_out_full(stage), steps / 2 % 2);
+        begin_d_p(stage);
         hw::wgmma_fence();
-        multiply_rows<COLUMNS>(d_p, shared.v(), shared.d_out(stage));
+        multiply_rows<COLUMNS, true>(d_p, v_held, shared.v(), shared.d_out(stage));
         float plain[variant::HAS_SLOPE ? TILE_Q / 2 : 1];  // scores as they were, for their slopes
         if (variant::HAS_SLOPE)
 #pragma unroll
             for (int i = 0; i < TILE_Q / 2; i++) plain[i] = s[i] * params.scale;
-        score(stage);
-        exponentiate(stage);
-        hw::pin(s);
+        score();
+        exponentiate<0, TILE_Q / 2>();
+        if (LATE && FIRST && number == 0) hw::barrier_arrive(Shared::FIRST_LEADS, 256);
         if (!FIRST) {
-            hw::wgmma_wait<1>();
-            arrive(shared.q_free(stage ^ 1));  // that of the step before
+            hw::wgmma_wait_in_place<1>(launch.items > 0);
+            arrive(shared.q_free(q_before));
+            hand_over_d_q(d_q_step - 1);
         }
+        exponentiate<TILE_Q / 2, TILE_Q>();
         pack_p();
         hw::wgmma_fence();
         add_to_d_v(stage);
         hw::wgmma_wait<1>();
         hw::pin(d_p);
-        if (LAST) arrive(shared.v_free());
-        hw::mbarrier_wait(shared.d_s_free(stage), steps / 2 % 2 ^ 1);
-        weigh(stage);
+        if (LAST && !HELD) arrive(shared.v_free());
+        weigh();
         if constexpr (variant::HAS_SLOPE)
-            for_each(stage, [&](int i, int, const variant::Head& head, const variant::Row& row, const variant::Key& key,
+            for_each([&](int i, int, const variant::Head& head, const variant::Row& row, const variant::Key& key,
                              const variant::Near& near) {
                 if (s[i] != 0) s[i] *= variant::slope(params, head, row, key, near, plain[i]);
             });
-        write_d_s(stage);
+        hw::mbarrier_wait(shared.d_s_free(steps % S_STAGES), steps / S_STAGES % 2 ^ 1);
+        write_d_s();
+        const int q = this->q_before = this->q;
+        if (!LAST) begin_s();
         hw::fence_async();
-        hw::barrier_sync(Shared::d_s_written(number), 128);
-        arrive(shared.d_s_full(stage));
-        if (!FIRST) multiply_d_q(steps - 1);
-        hw::wgmma_wait<FIRST ? 0 : 1>();
+        hw::barrier_sync(Shared::d_s_written(LATE ? number : 0), LATE ? 128 : 256);
+        if (LATE) arrive(shared.d_s_full(stage));
+        if (HAS_D_Q) multiply_d_q(d_q_step);
+        hw::wgmma_wait<HAS_D_Q ? 1 : 0>();
         hw::pin(p);
         arrive(shared.d_out_free(stage));
-        if (!LAST) multiply_k_q(steps + 1);
+        if (!LAST) multiply_k_q();
         hw::wgmma_fence();
-        add_to_d_k(stage);
-        if (!FIRST) {
+        add_to_d_k(q);
+        if (HAS_D_Q) {
             hw::wgmma_wait<LAST ? 1 : 2>();
-            finish_d_q(steps - 1);
+            write_d_q(d_q_step);
         }
         if (!LAST) {
             hw::wgmma_wait<1>();
@@ -275,14 +313,20 @@ struct Consumer {
         hw::pin(d_k);
         hw::pin(d_v);
         hw::mbarrier_wait(shared.v_full(), keys % 2);
-        if (visits == 0) {  // none sees these keys
+        if constexpr (HELD) {
+            hold(k_held, k());
+            hold(v_held, shared.v());
+        }
+        if (HELD || visits == 0) {
             __syncwarp();  // all lanes know that v is there
             arrive(shared.v_free());
-            return;
         }
-        multiply_k_q(steps);
+        if (visits == 0) return;  // none sees these keys
+        begin_s();
+        multiply_k_q();
         hw::wgmma_wait<0>();
         hw::pin(s);
+        if (LATE && number == 1) hw::barrier_sync(Shared::FIRST_LEADS, 256);
         if (visits == 1) {
             step<true, true>();
         } else {
@@ -291,12 +335,16 @@ struct Consumer {
             for (int i = 2; i < visits; i++) step<false, false>();
             step<false, true>();
         }
-        multiply_d_q(steps - 1);
+        if (LATE) {
+            hand_over_d_q(steps - 2);
+            multiply_d_q(steps - 1);
+        }
         hw::wgmma_wait<0>();
         hw::pin(d_k);
         hw::pin(d_v);
-        arrive(shared.q_free((steps - 1) % 2));
-        finish_d_q(steps - 1);
+        if (LATE) write_d_q(steps - 1);
+        hand_over_d_q(steps - 1);
+        arrive(shared.q_free(q));
     }
 
     __device__ __forceinline__ void run() {
@@ -326,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_
         const int warp = threadIdx.x / 32;
         if (warp == 0) Loader(launch, shared).bring_keys_and_queries();
         if (warp == 1) Loader(launch, shared).bring_values();
-        if (warp >= 2) store_d_query(launch, shared, warp - 2);
+        if (warp >= 2) Storer(launch, shared, warp - 2).run();
     } else {
         hw::registers_take<CONSUMER_REGISTERS>();
         Consumer(launch, shared, warpgroup - 1).run();

@@ -38,8 +38,8 @@ extern "C" __global__ void __launch_bounds__(4 * TILE_Q) attention(const __grid_
         if (inside && backward.d_lse.data) delta -= *row_of<const float>(backward.d_lse, b, h, query);
         if (inside) *row_of<float>(backward.delta, b, h, query) = delta;
         float* const rows = launch.rows + tile_of(launch, b, h, tile) * (2 * TILE_Q);
-        rows[row] = lse == -INFINITY ? INFINITY : lse;  // a row without keys has weights of 0
-        rows[TILE_Q + row] = delta;
+        rows[row] = lse == -INFINITY ? lse : -lse;  // a row without keys has weights of 0
+        rows[TILE_Q + row] = -delta;
     }
     const int64 at = tile_of(launch, b, h, tile);
     if (ORDERED) {

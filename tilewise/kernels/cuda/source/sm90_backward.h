@@ -7,7 +7,7 @@
 constexpr int K_BYTES = TILE_K * Q_PARTS * ROW_BYTES, V_BYTES = TILE_K * V_PARTS * ROW_BYTES,
               Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, O_BYTES = TILE_Q * V_PARTS * ROW_BYTES,
               S_BYTES = TILE_K * ROW_BYTES, ROWS_BYTES = TILE_Q * 4;
-constexpr int K_STAGES = 2;
+constexpr int K_STAGES = STAGES, S_STAGES = STAGES, Q_STAGES = 3;
 constexpr int HALF = Q_PARTS * PART / 2;  // columns of d_q that a warpgroup computes
 constexpr int HALF_BYTES = TILE_Q * HALF * 4;
 constexpr int WARPGROUPS = TILE_K / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
@@ -20,7 +20,7 @@ struct Launch {  // as in ../structs.py
     const Sequence* sequences;  // the same plan by queries
     const int* offsets;
     const Run* runs;
-    float* rows;  // of each query tile of each head: lse, by which exponents are shifted, then delta
+    float* rows;  // of each query tile of each head: -lse, by which exponents are shifted, then -delta, with which d_p begins
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
     int* turns;  // of each of those: how many key tiles were added
     int q_tiles;
@@ -131,9 +131,10 @@ struct Shared {
     uint32 base;
     unsigned char* memory;
 
-    static constexpr int V = K_STAGES * K_BYTES, Q = V + V_BYTES, D_OUT = Q + 2 * Q_BYTES, D_S = D_OUT + 2 * O_BYTES,
-                         D_Q = D_S + 2 * S_BYTES, SHIFT = D_Q + 2 * HALF_BYTES, DELTA = SHIFT + 2 * ROWS_BYTES,
-                         BARRIERS = DELTA + 2 * ROWS_BYTES, ITEM = BARRIERS + 160, MEETING = ITEM + 64, END = BARRIERS + 256;
+    static constexpr int V = K_STAGES * K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES, D_S = D_OUT + 2 * O_BYTES,
+                         D_Q = D_S + S_STAGES * S_BYTES, SHIFT = D_Q + 4 * HALF_BYTES,
+                         DELTA = SHIFT + Q_STAGES * ROWS_BYTES, BARRIERS = DELTA + 2 * ROWS_BYTES, ITEM = BARRIERS + 192,
+                         MEETING = ITEM + 64, ADDITION = MEETING + 64, END = BARRIERS + 384;
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
         const uint32 at = hw::shared_address(given);
@@ -145,19 +146,25 @@ struct Shared {
     __device__ __forceinline__ uint32 q(int stage) const { return base + Q + stage * Q_BYTES; }
     __device__ __forceinline__ uint32 d_out(int stage) const { return base + D_OUT + stage * O_BYTES; }
     __device__ __forceinline__ uint32 d_s(int stage) const { return base + D_S + stage * S_BYTES; }
-    __device__ __forceinline__ uint32 d_q(int half) const { return base + D_Q + half * HALF_BYTES; }
+    __device__ __forceinline__ uint32 d_q(int storer, int half) const { return base + D_Q + (storer * 2 + half) * HALF_BYTES; }
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
     // The key tile at hand, of each stage of k: which one of which sequence and key head, and how many query tiles it meets;
-    // -1 if there are no more. And the query tile at hand, of each stage of q.
+    // -1 if there are no more. The query tile at hand, of each stage of q. And of each stage of d_out, where what is added to
+    // d_q goes, and after how many other key tiles'.
     struct Item {
         int j, sequence, b, hk, visits;
     };
     struct Meeting {
         int tile, h, kind, unused;
     };
-    static_assert(2 * sizeof(Item) <= MEETING - ITEM && 2 * sizeof(Meeting) <= END - MEETING, "both have room");
+    struct Addition {
+        int64 tile;
+        int turn, unused;
+    };
+    static_assert(K_STAGES * sizeof(Item) <= MEETING - ITEM && Q_STAGES * sizeof(Meeting) <= ADDITION - MEETING &&
+                  2 * sizeof(Addition) <= END - ADDITION, "all have room");
     __device__ __forceinline__ volatile Item& item(int stage) const {
         return reinterpret_cast<volatile Item*>(memory + ITEM)[stage];
     }
@@ -168,6 +175,9 @@ struct Shared {
     __device__ __forceinline__ volatile Meeting& meeting(int stage) const {
         return reinterpret_cast<volatile Meeting*>(memory + MEETING)[stage];
     }
+    __device__ __forceinline__ volatile Addition& addition(int stage) const {
+        return reinterpret_cast<volatile Addition*>(memory + ADDITION)[stage];
+    }
 
     __device__ __forceinline__ uint32 barrier(int i) const { return base + BARRIERS + 8 * i; }
     __device__ __forceinline__ uint32 v_full() const { return barrier(0); }
@@ -175,12 +185,13 @@ struct Shared {
     __device__ __forceinline__ uint32 k_full(int stage) const { return barrier(2 + stage); }
     __device__ __forceinline__ uint32 k_free(int stage) const { return barrier(4 + stage); }
     __device__ __forceinline__ uint32 q_full(int stage) const { return barrier(6 + stage); }
-    __device__ __forceinline__ uint32 q_free(int stage) const { return barrier(8 + stage); }
-    __device__ __forceinline__ uint32 d_out_full(int stage) const { return barrier(10 + stage); }
-    __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(12 + stage); }
-    __device__ __forceinline__ uint32 tail(int loader) const { return barrier(14 + loader); }
-    __device__ __forceinline__ uint32 d_s_full(int stage) const { return barrier(16 + stage); }
-    __device__ __forceinline__ uint32 d_s_free(int stage) const { return barrier(18 + stage); }
+    __device__ __forceinline__ uint32 q_free(int stage) const { return barrier(9 + stage); }
+    __device__ __forceinline__ uint32 d_out_full(int stage) const { return barrier(12 + stage); }
+    __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(14 + stage); }
+    __device__ __forceinline__ uint32 tail(int loader) const { return barrier(16 + loader); }
+    __device__ __forceinline__ uint32 d_q_free(int storer) const { return barrier(18 + storer); }
+    __device__ __forceinline__ uint32 d_s_full(int stage) const { return barrier(20 + stage); }
+    __device__ __forceinline__ uint32 d_s_free(int stage) const { return barrier(22 + stage); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(v_full(), 1);
@@ -189,20 +200,23 @@ struct Shared {
             hw::mbarrier_init(k_full(stage), 1);
             hw::mbarrier_init(k_free(stage), CONSUMER_WARPS + 3);  // and who else reads the item: the loader of v, two storers
         }
-        for (int stage = 0; stage < 2; stage++) {
+        for (int stage = 0; stage < Q_STAGES; stage++) {
             hw::mbarrier_init(q_full(stage), 1);
             hw::mbarrier_init(q_free(stage), CONSUMER_WARPS);
+        }
+        for (int stage = 0; stage < 2; stage++) {
             hw::mbarrier_init(d_out_full(stage), 1);
-            hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS);
+            hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS + 1);  // and the storer, which reads the addition
             hw::mbarrier_init(tail(stage), 1);
+            hw::mbarrier_init(d_q_free(stage), 1);
             hw::mbarrier_init(d_s_full(stage), CONSUMER_WARPS);
             hw::mbarrier_init(d_s_free(stage), CONSUMER_WARPS);
         }
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: a warpgroup has written its d_s; there is room for its half of d_q, and it is written.
+    // Named barriers: a warpgroup has written its d_s, or both have; a warpgroup's half of d_q for a storer; the first leads.
     static __device__ __forceinline__ int d_s_written(int warpgroup) { return 1 + warpgroup; }
-    static __device__ __forceinline__ int d_q_room(uint32 step, int half) { return 3 + step % 2 * 2 + half; }
-    static __device__ __forceinline__ int d_q_written(uint32 step, int half) { return 7 + step % 2 * 2 + half; }
+    static __device__ __forceinline__ int d_q_written(int storer, int half) { return 3 + storer * 2 + half; }
+    static constexpr int FIRST_LEADS = 7;
 };

@@ -11,8 +11,8 @@ struct Place {
         : first_query(at.first_query()), left(at.queries_left()), rows(at.launch.rows + at.tile_of_all() * (2 * TILE_Q)) {}
 };
 
-// A warp that has the copy engine bring tiles: one takes items and brings k, q and what exponents are shifted by, the other
-// v, d_out and delta.
+// A warp that has the copy engine bring tiles: one takes items and brings k, q and what exponents are shifted by, the other v,
+// d_out and what d_p begins with.
 struct Loader {
     const Launch& launch;
     const Params& params;
@@ -61,7 +61,7 @@ struct Loader {
 
     __device__ __forceinline__ void bring_keys_and_queries() {
         Ring<K_STAGES> k_ring;
-        Ring<2> q_ring;
+        Ring<Q_STAGES> q_ring;
         k_ring.parity = q_ring.parity = 1;  // all places are free
         while (true) {
             wait_together(shared.k_free(k_ring.stage), k_ring.parity);
@@ -126,7 +126,13 @@ struct Loader {
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             while (at.next()) {
                 const Place place(at);
+                const int64 tile = at.tile_of_all();
+                const int turn = ORDERED ? turn_of(at) : 1;
                 wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);
+                if (lane == 0) {
+                    shared.addition(o_ring.stage).tile = tile;
+                    shared.addition(o_ring.stage).turn = turn;
+                }
                 load<TILE_Q, V_PARTS>(shared.d_out(o_ring.stage), &launch.d_out, shared.d_out_full(o_ring.stage),
                                       place.first_query, at.h, at.b, place.left, place.rows + TILE_Q,
                                       shared.delta(o_ring.stage));
@@ -136,59 +142,67 @@ struct Loader {
     }
 };
 
-// A turn that is given away when what the copy engine was told is in memory.
-__device__ __forceinline__ void give_away(int*& owed) {
-    if (!owed) return;
-    hw::bulk_wait_done<0>();
-    hw::fence_async_global();
-    hw::add_release(owed, 1);
-    owed = nullptr;
-}
+// Two warps take turns: one adds d_q of even steps to the sums, the other of odd ones, each from a place of its own: while one
+// waits until it is this key tile's turn, if they have any, or for the copy engine, the other's work goes on. The first key
+// tile of a query tile need not add. Who owes others a turn waits for nothing but the copy engine.
+struct Storer {
+    const Launch& launch;
+    const Shared& shared;
+    const int number;
+    const bool leads;
 
-// Two warps take turns: one adds d_q of even steps to the sums, the other of odd ones. While the copy engine works on one
-// addition, the other warp looks up what is to be known of the next, and waits until it is this key tile's turn, if they have
-// any. The first key tile of a query tile need not add.
-__device__ __forceinline__ void store_d_query(const Launch& launch, const Shared& shared, uint32 number) {
-    const bool leads = threadIdx.x % 32 == 0;
-    int* owed = nullptr;
-    uint32 steps = 0;
-    Ring<K_STAGES> k_ring;
-    while (true) {
-        hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-        const Shared::Item item = shared.copy_of_item(k_ring.stage);
-        if (item.j < 0) return;
-        __syncwarp();  // all lanes have read the item
-        if (leads) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
-        k_ring.advance();
+    __device__ __forceinline__ Storer(const Launch& launch, const Shared& shared, int number)
+        : launch(launch), shared(shared), number(number), leads(threadIdx.x % 32 == 0) {}
 
-        Visits at(launch, item.sequence, item.b, item.hk, item.j);
-        for (; at.next(); steps++) {
-            if (steps % 2 != number) {  // the other's, which has the room that this one's had
-                for (int half = 0; half < 2; half++) hw::barrier_arrive(Shared::d_q_room(steps, half), 160);
-                give_away(owed);
-                continue;
-            }
-            const int64 tile = at.tile_of_all();
-            const int turn = ORDERED ? turn_of(at) : 1;
-            if (ORDERED && leads) {
-                owed = launch.turns + tile;
-                hw::wait_for_number(owed, turn);
-                hw::fence_async_global();
-            }
-            __syncwarp();
-            for (int half = 0; half < 2; half++) {
-                hw::barrier_sync(Shared::d_q_written(steps, half), 160);
-                float* const to = launch.sums + (tile * 2 + half) * (HALF_BYTES / 4);
-                if (leads && turn == 0) hw::bulk_store(to, shared.d_q(half), HALF_BYTES);
-                if (leads && turn != 0) hw::bulk_add(to, shared.d_q(half), HALF_BYTES);
-                __syncwarp();
-            }
-            if (leads) {
-                hw::tma_store_commit();
-                hw::tma_store_wait<0>();
-            }
+    __device__ __forceinline__ void run() const {
+        Ring<K_STAGES> k_ring;
+        uint32 step = number, steps = 0;  // the next of this one's, and all of the key tiles until now
+        while (true) {
+            hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
+            const int j = shared.item(k_ring.stage).j;
+            steps += shared.item(k_ring.stage).visits;
+            if (j < 0) return;
+            __syncwarp();  // all lanes have read the item
+            if (leads) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
+            k_ring.advance();
+            for (; int(steps - step) > 0; step += 2) add(step / 2 % 2);
+        }
+    }
+    __device__ __forceinline__ void add(uint32 parity) const {
+        hw::mbarrier_wait(shared.d_out_full(number), parity);
+        const int64 tile = shared.addition(number).tile;
+        const int turn = shared.addition(number).turn;
+        __syncwarp();  // all lanes have read the addition
+        if (leads) {
+            hw::mbarrier_arrive(shared.d_out_free(number));
+            if (ORDERED) take(launch.turns + tile, turn);
+        }
+        __syncwarp();
+        for (int half = 0; half < 2; half++) {
+            hw::barrier_sync(Shared::d_q_written(number, half), 160);
+            if (leads) add_half(launch.sums + (tile * 2 + half) * (HALF_BYTES / 4), shared.d_q(number, half), turn == 0);
             __syncwarp();
         }
-        give_away(owed);
+        if (leads) {
+            hw::tma_store_commit();
+            hw::tma_store_wait<0>();
+            hw::mbarrier_arrive(shared.d_q_free(number));
+            if (ORDERED) give_away(launch.turns + tile);
+        }
+        __syncwarp();
     }
-}
+    __device__ __forceinline__ void add_half(float* to, uint32 from, bool is_first) const {
+        if (is_first) hw::bulk_store(to, from, HALF_BYTES);
+        else hw::bulk_add(to, from, HALF_BYTES);
+    }
+    __device__ __forceinline__ void take(const int* turns, int turn) const {
+        hw::wait_for_number(turns, turn);
+        hw::fence_async_global();
+    }
+    // The next key tile's turn, when what the copy engine was told is in memory.
+    __device__ __forceinline__ void give_away(int* turns) const {
+        hw::bulk_wait_done<0>();
+        hw::fence_async_global();
+        hw::add_release(turns, 1);
+    }
+};
