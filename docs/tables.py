@@ -229,6 +229,7 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "gpu-forward-picture": picture("gpu", "forward", "Forward: TFLOP/s beside the peers"),
     "gpu-variants-picture": picture("gpu", "variants", "Variants: TFLOP/s beside the peers"),
     "gpu-triton-picture": picture("gpu", "triton", "Triton, forward: TFLOP/s beside FlexAttention"),
+    "gpu-training-picture": picture("gpu", "training", "Loss of both"),
     "numpy": numpy_table,
 }
 

@@ -41,11 +41,17 @@ def tests(jobs: int) -> Proof:
 
 
 def sanitizers() -> list[Proof]:
+    return [_sanitizer(tool) for tool in TOOLS]
+
+
+def _sanitizer(tool: str) -> Proof:
+    """Two tools do not understand all that Hopper's backward pass does: tests/cuda/sanitizer_limits.cu."""
+    # Its sums are stored by the copy engine, which initcheck does not see; a test on memory of NaN stands for it.
+    cases = f"({SANITIZED}) and not (backward and forward_sm90)" if tool == "initcheck" else SANITIZED
+    before = ("env", "TILEWISE_EVERY_LANE=1") if tool == "racecheck" else ()
     options = ("--report-api-errors", "no", "--error-exitcode", "1")
-    return [
-        Proof(tool, ("compute-sanitizer", "--tool", tool, *options, *_PYTEST, "tests/conformance", "-k", SANITIZED))
-        for tool in TOOLS
-    ]
+    command = ("compute-sanitizer", "--tool", tool, *options, *_PYTEST, "tests/conformance", "-k", cases)
+    return Proof(tool, (*before, *command))
 
 
 def random_calls(jobs: int, cases: int) -> list[Proof]:

@@ -1,6 +1,6 @@
 """A small transformer trained twice from the same seed, on the same bytes: do gradients train as they should?
 
-    python tests/train_gpu.py results/gpu/training.json --plot docs/images/training.png
+    python tests/train_gpu.py results/gpu/training.json --plot results/gpu/training.png
 
 Once attention is tilewise's, in bfloat16, forward and backward by the kernel that is named; once it is PyTorch's math
 backend in float32. Both see the words of this repository. The losses must follow each other.

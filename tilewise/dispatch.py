@@ -63,6 +63,21 @@ class Prepares(Protocol):
         """None if there is nothing to compute."""
 
 
+class LaunchBackward(Protocol):
+    def run(
+        self, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, loaded: Sequence[Any], sinks: Any
+    ) -> Grads: ...
+
+
+@runtime_checkable
+class PreparesBackward(Protocol):
+    """The same for a backward pass."""
+
+    def prepared_backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None
+    ) -> LaunchBackward: ...
+
+
 @runtime_checkable
 class Chooses(Protocol):
     """A kernel system with more to choose than a tile, which explain tells."""

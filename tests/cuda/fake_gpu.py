@@ -99,5 +99,6 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(launcher, "_rooms", [])
     monkeypatch.setattr(repeat, "known", Kept(512))
     monkeypatch.setattr(operator, "_ready", Kept(256))
+    monkeypatch.setattr(operator, "_ready_backward", Kept(256))
     monkeypatch.setattr(operator, "_recognised", {})
     return fake

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.cuda import every_lane
 from tests.cuda.backward_problems import (
     FILES,
     LAST_FIRST,
@@ -101,3 +102,8 @@ def test_a_key_tile_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -
     """On a GPU those may be under way in other blocks. Here nobody has begun them: it would wait forever."""
     plant(monkeypatch, FILES, LAST_FIRST)
     expect_told("deadlock.*for another block", partial(check, "full"))
+
+
+def test_a_version_that_racecheck_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, FILES, dict(every_lane.EDITS.values()))
+    check("full")

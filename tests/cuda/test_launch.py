@@ -22,7 +22,7 @@ from tilewise.spec import Partial
 from tilewise.validate import prepare
 
 torch = pytest.importorskip("torch")
-from tilewise.kernels.cuda import launcher  # noqa: E402
+from tilewise.kernels.cuda import CudaKernel, launcher  # noqa: E402
 from tilewise.pytorch import graphs, operator, repeat  # noqa: E402
 
 pytestmark = needs_compiler
@@ -259,7 +259,12 @@ BY_HOPPER = ["backward_sm90_rows", "backward_sm90", "backward_sm90_d_query"]
 )
 def test_gradients(kernel: str, kind: dict[str, Any], launched: list[str], fake_gpu: FakeGpu) -> None:
     """Of heads that share keys, of rows that lie anyhow, of sinks, and of lse as well as of out."""
-    torch.manual_seed(0)
+    _check_gradients(kernel, kind)
+    assert fake_gpu.launched[-len(launched) :] == launched
+
+
+def _check_gradients(kernel: str, kind: dict[str, Any], seed: int = 0) -> None:
+    torch.manual_seed(seed)
     n, d, dtype = kind["n"], kind["d"], kind["dtype"]
     q, k, v = (torch.randn(1, n, heads, d).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
     sinks = torch.randn(4, requires_grad=True)
@@ -273,7 +278,24 @@ def test_gradients(kernel: str, kind: dict[str, Any], launched: list[str], fake_
     for x, y in zip(found, (want.q, want.k, want.v, want.sinks), strict=True):
         off = np.abs(x.double().numpy() - y).max() / np.abs(y).max()
         assert off < (1e-5 if dtype == torch.float32 else 2e-2)
-    assert fake_gpu.launched[-len(launched) :] == launched
+
+
+@pytest.mark.parametrize("kernel", ["cuda/tiled", "cuda/forward_sm90"])
+def test_gradients_like_ones_before_are_only_launched(
+    kernel: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[int] = []
+    prepare_it = CudaKernel.prepared_backward
+
+    def counted(self: CudaKernel, spec: Any, q: Any, *others: Any) -> Any:
+        prepared.append(q.shape[2])
+        return prepare_it(self, spec, q, *others)
+
+    monkeypatch.setattr(CudaKernel, "prepared_backward", counted)
+    for seed in range(3):
+        _check_gradients(kernel, HOPPER, seed)
+    _check_gradients(kernel, {**HOPPER, "n": 33})
+    assert prepared == [HOPPER["n"], 33]
 
 
 def test_gradients_of_arrays_that_tma_does_not_take(fake_gpu: FakeGpu) -> None:

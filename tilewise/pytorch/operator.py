@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise import dispatch, validate, wire
 from tilewise.arrays import stored_as, strides_as
 from tilewise.pytorch import autograd, ready, vmap
-from tilewise.pytorch.ready import Ready, are_aligned, layout
+from tilewise.pytorch.ready import Ready, ReadyBackward, are_aligned, layout
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Partial, Shape
 from tilewise.wire import Template
@@ -87,6 +87,9 @@ def _backward(
     """d_others: the gradients of the wanted arrays, in that order, and then that of sinks, if there are any."""
     q, k, v, d_out = map(_with_rows, (q, k, v, d_out))
     d_lse = None if d_lse is None else d_lse.contiguous()
+    repeated = _repeated_backward(q, k, v, arrays, sinks, spec, out, lse, d_out, d_lse) if not wanted else None
+    if repeated is not None:
+        return repeated.run(q, k, v, arrays, sinks, Partial(out, lse), d_out, d_lse)
     template, shape = _recognise(q, k, v, arrays, sinks, spec)
     arrays = [x.detach() for x in arrays]  # one object a place, even if a tensor comes twice
     held = _settled(template, shape, arrays, sinks, wanted)
@@ -95,6 +98,37 @@ def _backward(
     by_array = {id(slot.array): grad for slot, grad in zip(held.wanted, grads.arrays, strict=True)}
     others = [by_array[id(arrays[i])] for i in wanted] + ([] if sinks is None else [grads.sinks])
     return _contiguous(grads.q), _contiguous(grads.k), _contiguous(grads.v), [_contiguous(x) for x in others]
+
+
+_ready_backward: Kept[ReadyBackward | None] = Kept(_CACHE_SIZE)
+
+
+def _repeated_backward(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str,
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+) -> ReadyBackward | None:  # fmt: skip
+    """The same for gradients, if none of an array is wanted."""
+    if q.device.type not in ready.DEVICES or wire.is_packed(spec):
+        return None
+    operands = [q, k, v, out, d_out]
+    beside = [x for x in (lse, d_lse, sinks) if x is not None]
+    key = (
+        spec, d_lse is None, are_aligned(*operands), are_aligned(*arrays),
+        *map(layout, (*operands, *beside, *arrays)),
+    )  # fmt: skip
+
+    def make() -> ReadyBackward | None:
+        template, shape = _recognise(q, k, v, arrays, sinks, spec)
+        held_arrays = [x.detach() for x in arrays]
+        held = _settled(template, shape, held_arrays, sinks)
+        system = dispatch.resolve(template.kernel, held, replace(shape, backward=True))
+        if not isinstance(system, dispatch.PreparesBackward):
+            return None
+        prepared = system.prepared_backward(held, q, k, v, Partial(out, lse), d_out, d_lse)
+        place = {id(x): i for i, x in enumerate(held_arrays)}
+        return ReadyBackward(prepared, [place[id(slot.array)] for slot in held.loaded])
+
+    return _ready_backward.found(key, make)
 
 
 def _with_rows(x: Tensor) -> Tensor:

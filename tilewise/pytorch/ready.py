@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewise.spec import Partial
+
 DEVICES = ("cuda",)  # where a launch takes less time than all that comes before it
 _ALIGNMENT = 16  # kernels differ by whether arrays begin at multiples of it
 
@@ -31,6 +33,20 @@ class Ready:
             addresses.append(sinks.data_ptr())
         self.prepared.launch(addresses)
         return out, lse
+
+
+class ReadyBackward:
+    """The same for gradients. places: as above."""
+
+    def __init__(self, prepared: Any, places: Sequence[int]) -> None:
+        self.prepared, self.places = prepared, places
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tensor], sinks: Any, saved: Partial, d_out: Tensor,
+        d_lse: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
+        grads = self.prepared.run(q, k, v, saved, d_out, d_lse, [arrays[i] for i in self.places], sinks)
+        return grads.q, grads.k, grads.v, [] if sinks is None else [grads.sinks]
 
 
 def layout(x: Tensor) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from tilewise.kernels.cuda.rungs import UNORDERED_SM90, Rung, hoppers_backward, 
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
+    from tilewise.kernels.cuda.backward import PreparedBackward
     from tilewise.kernels.cuda.prepared import Prepared
 
 OLDEST = (7, 0)  # Volta
@@ -85,11 +86,21 @@ class CudaKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
+        prepared = self.prepared_backward(spec, q, k, v, saved, d_out, d_lse, tile)
+        return prepared.run(q, k, v, saved, d_out, d_lse, loaded_on(spec, q.device), spec.sinks)
+
+    def prepared_backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
+        tile: Tile | None = None,
+    ) -> PreparedBackward:  # fmt: skip
+        """The backward pass, ready for other arrays that lie as these; if these begin at multiples of 16 bytes, the
+        others must."""
         from tilewise.kernels.cuda import gpu
-        from tilewise.kernels.cuda.backward import backward
+        from tilewise.kernels.cuda.backward import PreparedBackward
 
         with gpu.as_current(q.get_device()):
-            return backward(spec, q, k, v, saved, d_out, d_lse, tile, self._backward)
+            loaded = loaded_on(spec, q.device)
+            return PreparedBackward(spec, q, k, v, saved, d_out, d_lse, loaded, self._backward, tile)
 
 
 @cache

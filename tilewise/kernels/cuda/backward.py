@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tilewise.kernels.cuda import loaded_on, marshal
+from tilewise.kernels.cuda import marshal
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.prepared import prepare_backward, prepare_backward_sm90
 from tilewise.kernels.cuda.rungs import Rung
@@ -15,38 +15,56 @@ from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
+_BEFORE = "q", "k", "v", "out", "lse"  # whose addresses come before those of the arrays that a variant reads
 
-def backward(
-    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None,
-    hoppers: Sequence[Rung] | None,
-) -> Grads:  # fmt: skip
-    """On the current device. A gradient of the output that is wider than q makes all wider, up to the type computed
-    with: Hopper's kernels, if given, leave that to the tiled ones, and what has no queries or no keys."""
-    types = q.dtype, k.dtype, v.dtype
-    dtype = q.dtype if d_out.dtype == q.dtype else torch.float32
-    if dtype != q.dtype or q.numel() == 0 or k.numel() == 0:
-        hoppers = None
-    lying = _rows if hoppers is None else _copied
-    q, k, v, out, d_out = (lying(x.to(dtype)) for x in (q, k, v, saved.out, d_out))
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": saved.lse.contiguous(), "d_out": d_out, "d_lse": d_lse}
-    made = {f"d_{name}": torch.empty(given[name].shape, dtype=dtype, device=q.device) for name in ("q", "k", "v")}
-    every = {**given, **made, "delta": torch.empty_like(given["lse"])}
-    views = {name: View(0, (), (0, 0, 0)) if x is None else View.of_torch(x) for name, x in every.items()}
-    loaded, shape = loaded_on(spec, q.device), Shape.of(spec, q, k, v)
-    loaded_views, device, space = [View.of_torch(x) for x in loaded], q.get_device(), []
-    if hoppers is not None:
-        kernels, numbers = prepare_backward_sm90(hoppers, spec, shape, views, loaded_views, device)
+
+class PreparedBackward:
+    """A backward pass, ready for arrays that lie as those it was prepared for, wherever that is.
+
+    A gradient of the output that is wider than q makes all wider, up to the type computed with: Hopper's kernels, if
+    given, leave that to the tiled ones, and what has no queries or no keys.
+    """
+
+    def __init__(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, loaded: Sequence[Any],
+        hoppers: Sequence[Rung] | None, tile: Tile | None = None,
+    ) -> None:  # fmt: skip
+        self._dtype = q.dtype if d_out.dtype == q.dtype else torch.float32
+        if self._dtype != q.dtype or q.numel() == 0 or k.numel() == 0:
+            hoppers = None
+        self._lying: Callable[[Any], Any] = _rows if hoppers is None else _copied
+        self._device, self._numbers = q.get_device(), list[int]()
+        every = self._arranged(q, k, v, saved, d_out, d_lse)
+        views = {name: View(0, (), (0, 0, 0)) if x is None else View.of_torch(x) for name, x in every.items()}
+        read, shape = [View.of_torch(x) for x in loaded], Shape.of(spec, every["q"], every["k"], every["v"])
+        if hoppers is None:
+            self._kernels = prepare_backward(spec, shape, views, read, self._device, tile)
+        else:
+            made = prepare_backward_sm90(hoppers, spec, shape, views, read, self._device)
+            self._kernels, self._numbers = made
+
+    def run(
+        self, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, loaded: Sequence[Any], sinks: Any = None
+    ) -> Grads:
+        """loaded: the arrays that the variant reads, in the order of spec.loaded."""
+        every = self._arranged(q, k, v, saved, d_out, d_lse)
         # Of the stream: another launch may run beside this one.
-        space = [torch.empty(count, dtype=torch.float32, device=q.device) for count in numbers]
-    else:
-        kernels = prepare_backward(spec, shape, views, loaded_views, device, tile)
-    names = ("q", "k", "v", "out", "lse"), BACKWARD_ARRAYS
-    first, last = ([0 if every[name] is None else every[name].data_ptr() for name in part] for part in names)
-    for kernel in kernels:
-        kernel.launch([*first, *(x.data_ptr() for x in loaded), *last, *(x.data_ptr() for x in space)])
-    d_q, d_k, d_v = (made[f"d_{name}"].to(kind) for name, kind in zip("qkv", types, strict=True))
-    of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], every["delta"])
-    return Grads(d_q, d_k, d_v, of_sinks, ())
+        space = [torch.empty(count, dtype=torch.float32, device=q.device) for count in self._numbers]
+        parts = [every[name] for name in _BEFORE], loaded, [every[name] for name in BACKWARD_ARRAYS], space
+        addresses = [0 if x is None else x.data_ptr() for part in parts for x in part]
+        for kernel in self._kernels:
+            kernel.launch(addresses)
+        d_q, d_k, d_v = (every[f"d_{name}"].to(x.dtype) for name, x in zip("qkv", (q, k, v), strict=True))
+        return Grads(d_q, d_k, d_v, None if sinks is None else d_sinks(sinks, every["lse"], every["delta"]), ())
+
+    def _arranged(self, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any) -> dict[str, Any]:
+        """As the kernels take them, and what they write."""
+        names, given = ("q", "k", "v", "out", "d_out"), (q, k, v, saved.out, d_out)
+        every = {name: self._lying(x.to(self._dtype)) for name, x in zip(names, given, strict=True)}
+        for name in ("q", "k", "v"):
+            every[f"d_{name}"] = torch.empty(every[name].shape, dtype=self._dtype, device=q.device)
+        lse = saved.lse.contiguous()
+        return {**every, "lse": lse, "d_lse": d_lse, "delta": torch.empty_like(lse)}
 
 
 def _copied(x: Any) -> Any:

@@ -34,7 +34,7 @@ _HEADERS = ("runtime.h", "async.h", "fiber.h")
 _RUNTIME_FLAGS = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
 # Line tables, for faults; the compiler's checks of alignment and of arrays' bounds, which call runtime.cpp.
 _KERNEL_FLAGS = [
-    "-x", "c++", "-O1", "-g1", "-gdwarf-4", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
+    "-x", "c++", "-g1", "-gdwarf-4", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions",
     "-fno-math-errno", "-ffp-contract=off", "-fsanitize=alignment,bounds", "-fno-sanitize-recover=all", "-w",
 ]  # fmt: skip
 # What the simulator calls: the kernel, with its one parameter taken by value.
@@ -149,14 +149,20 @@ def compile_source(text: str) -> Program:
     """The program of an assembled source, from the cache if it was ever compiled."""
     compiler = _compiler()
     runtime = _runtime(tuple(compiler))
-    key = _key(text, runtime.name, *_KERNEL_FLAGS)
+    flags = [*_KERNEL_FLAGS, _optimization(text)]
+    key = _key(text, runtime.name, *flags)
 
     def make(folder: Path) -> Path:
         (folder / "kernel.cu").write_text(text + _WRAPPER)
-        command = [*compiler, *_KERNEL_FLAGS, "-shared", "kernel.cu", "-x", "none", str(runtime), "-o", "kernel.so"]
+        command = [*compiler, *flags, "-shared", "kernel.cu", "-x", "none", str(runtime), "-o", "kernel.so"]
         return _run(command, folder, "kernel.so")
 
     return Program(_made(f"{key}.so", make))
+
+
+def _optimization(text: str) -> str:
+    """What multiplies by wgmma is much code that computes little by itself: to optimise it takes longer than it saves."""
+    return "-O0" if "hw::wgmma" in text else "-O1"
 
 
 @cache
