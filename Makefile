@@ -22,7 +22,7 @@ help:
 # One BLAS thread each: on a busy machine a BLAS library's threads wait for each other far longer than they compute.
 ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # Triton's kernels by its interpreter, which takes main memory for a GPU's.
-PYTEST     := $(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto
+PYTEST     := $(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 demo: $(VENV)/.package library
 	@$(ONE_THREAD) $(BIN)/tilewise demo

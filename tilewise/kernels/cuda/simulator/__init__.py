@@ -161,7 +161,7 @@ def compile_source(text: str) -> Program:
 
 
 def _optimization(text: str) -> str:
-    """What multiplies by wgmma is much code that computes little by itself: to optimise it takes longer than it saves."""
+    """What multiplies by wgmma is much code that computes little: to optimise it takes longer than it saves."""
     return "-O0" if "hw::wgmma" in text else "-O1"
 
 
