@@ -134,7 +134,7 @@ struct Consumer {
         if (!SCORED && !is_partial) return;
         const int n_q = params.sequences[shared.item(keys % K_STAGES).sequence].n_q;  // of what is beyond, a variant may make anything
         for_each([&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
-                         const variant::Near& near) {
+                     const variant::Near& near) {
             if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
             if (query >= n_q || (is_partial && !variant::mask(params, head, row, key, near))) s[i] = -INFINITY;
         });
@@ -262,7 +262,7 @@ struct Consumer {
         weigh();
         if constexpr (variant::HAS_SLOPE)
             for_each([&](int i, int, const variant::Head& head, const variant::Row& row, const variant::Key& key,
-                             const variant::Near& near) {
+                         const variant::Near& near) {
                 if (s[i] != 0) s[i] *= variant::slope(params, head, row, key, near, plain[i]);
             });
         hw::mbarrier_wait(shared.d_s_free(steps % S_STAGES), steps / S_STAGES % 2 ^ 1);
