@@ -104,6 +104,7 @@ def test_a_key_tile_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -
     expect_told("deadlock.*for another block", partial(check, "full"))
 
 
-def test_a_version_that_racecheck_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("problem", ["full", "d 128"])
+def test_a_version_that_racecheck_understands(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, FILES, dict(every_lane.EDITS.values()))
-    check("full")
+    check(problem)

@@ -298,6 +298,23 @@ def test_gradients_like_ones_before_are_only_launched(
     assert prepared == [HOPPER["n"], 33]
 
 
+def test_gradients_repeat_only_where_the_same_arrays_must_be_copied(fake_gpu: FakeGpu) -> None:
+    """One operand after the other begins where the copy engine cannot: what is copied lies otherwise than before."""
+    line = json.dumps({"kernel": "cuda/forward_sm90", "scale": 0.125})
+    torch.manual_seed(0)
+    held, sizes = [torch.randn(72 * 3 * 2 * 64 + 8).bfloat16() for _ in range(4)], (1, 2, 72, 64)
+    strides = (72 * 384, 64, 384, 1)  # as slices of one tensor for all three lie
+    for moved in (None, 0, 3, 1):
+        q, k, v, d_out = (x.as_strided(sizes, strides, 4 if i == moved else 0) for i, x in enumerate(held))
+        plain = [x.double().numpy() for x in (q, k, v, d_out)]
+        saved = dispatch.kernel("cuda/tiled").forward(prepare(q, k, v).spec, q, k, v)
+        found = operator.attention_backward(q, k, v, [], None, line, saved.out, saved.lse, d_out, None, [])
+        _, pullback = tw.attention_vjp(*plain[:3])
+        want = pullback(plain[3])
+        for x, y in zip(found[:3], (want.q, want.k, want.v), strict=True):
+            assert np.abs(x.double().numpy() - y).max() < 2e-2 * np.abs(y).max(), moved
+
+
 def test_gradients_of_arrays_that_tma_does_not_take(fake_gpu: FakeGpu) -> None:
     """They are copied: rows that begin anywhere, and the gradient of a sum, which is one number at every place."""
     torch.manual_seed(0)

@@ -113,7 +113,7 @@ def _repeated_backward(
     operands = [q, k, v, out, d_out]
     beside = [x for x in (lse, d_lse, sinks) if x is not None]
     key = (
-        spec, d_lse is None, are_aligned(*operands), are_aligned(*arrays),
+        spec, d_lse is None, *map(are_aligned, operands), are_aligned(*arrays),  # each by itself: some may be copied
         *map(layout, (*operands, *beside, *arrays)),
     )  # fmt: skip
 

@@ -93,8 +93,8 @@ class CudaKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> PreparedBackward:  # fmt: skip
-        """The backward pass, ready for other arrays that lie as these; if these begin at multiples of 16 bytes, the
-        others must."""
+        """The backward pass, ready for other arrays that lie as these; each begins at a multiple of 16 bytes if its
+        counterpart does, and only then."""
         from tilewise.kernels.cuda import gpu
         from tilewise.kernels.cuda.backward import PreparedBackward
 

@@ -146,7 +146,7 @@ template <int KEYS> struct Softmax {
     }
     // By how much the weight of the largest score changes before it is multiplied. It is 1, unless scores are so large that
     // row_max was rounded by much. Of a row whose weight is all on one key the result is that key's v, to the last bit:
-    // gradients are differences of such numbers.
+    // gradients are differences of such numbers. (A key that speculation finds, above row_max, is rounded as others are.)
     __device__ __forceinline__ static float narrowing_of(const Launch& launch, float largest, float row_max) {
         const float heaviest = exp2_approximate(fmaf(finite(largest), launch.binary_scale, -finite(row_max)));
         return widen(narrow<Element>(heaviest)) - heaviest;
@@ -213,7 +213,8 @@ __device__ __forceinline__ Finished finished(const Launch& launch, float row_max
     const float rest = (row_max - (whole - joined)) + (exponent - joined);  // what that sum was rounded by
     const float fraction = rest + log2_approximate(row_sum * power_of_2(-exponent_of(row_sum)));
     const float lse = fmaf(whole, launch.natural, fmaf(whole, launch.natural_rest, fraction * LN_2));
-    const float weight = reciprocal_approximate(row_sum + narrowing);
+    const float multiplied = row_sum + narrowing;  // nothing, where row_max was rounded by more than half precision holds
+    const float weight = reciprocal_approximate(multiplied > 0 ? multiplied : row_sum);
     if (!HAS_SINKS || sink == -INFINITY) return {weight, lse};
     const float larger = fmaxf(lse, sink), joint = larger + log1pf(expf(fminf(lse, sink) - larger));
     return {expf(lse - joint) * weight, joint};
