@@ -215,10 +215,19 @@ def _check_heavy_keys(name: str, dtype: str, device: str = "cpu") -> None:
 @pytest.mark.parametrize("name", SYSTEMS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_row_with_its_weight_on_one_key_has_its_value(name: str, dtype: str) -> None:
-    """To the last bit, however large scores are: delta is made from it, and d_s is a difference to delta."""
-    if dispatch.kernel(name).unavailable() is not None:
-        pytest.skip("it cannot run on this machine")
+    """To the last bit: delta is made from it, and d_s is a difference to delta."""
+    assert _kernel(name, Case("full", "grouped", dtype), backward=False) is not None
     _check_heavy_keys(name, dtype)
+
+
+@pytest.mark.parametrize("name", ["triton", "cuda-sim/forward_sm90"])
+def test_scores_beyond_what_exponents_tell_apart_are_no_nan(name: str) -> None:
+    """Of a billion: a row's only weight may come to nothing, or to more than float16 holds."""
+    kernel = _kernel(name, Case("full", "grouped", "float16"), backward=False)
+    rng, sizes = np.random.default_rng(0), ((1.5e4, 200), (1.5e4, 1), (1, 1))
+    q, k, v = ((size * rng.uniform(0.3, 1, (1, 2, n, 128))).astype(np.float16) for size, n in sizes)
+    spec = validate.prepare(q, k, v).spec
+    assert not np.isnan(kernel.forward(spec, q, k, v).out).any()
 
 
 @pytest.mark.gpu

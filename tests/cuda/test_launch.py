@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,11 @@ import pytest
 import tilewise as tw
 from tests.cuda.fake_gpu import FakeGpu
 from tests.cuda.test_ops import needs_compiler
-from tilewise import dispatch, expr, schedule, wire
+from tilewise import expr, schedule, wire
 from tilewise.dispatch import Unsupported
-from tilewise.spec import Partial
-from tilewise.validate import prepare
 
 torch = pytest.importorskip("torch")
-from tilewise.kernels.cuda import CudaKernel, launcher  # noqa: E402
+from tilewise.kernels.cuda import launcher  # noqa: E402
 from tilewise.pytorch import graphs, operator, repeat  # noqa: E402
 
 pytestmark = needs_compiler
@@ -243,125 +240,6 @@ def test_gradients_are_recorded(fake_gpu: FakeGpu) -> None:
         assert not tw.attention(*tensors).requires_grad
     with pytest.raises(Unsupported, match="are taken if named"):
         out.sum().backward()
-
-
-BY_HOPPER = ["backward_sm90_rows", "backward_sm90", "backward_sm90_d_query"]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "kind", "launched"),
-    [
-        ("cuda/tiled", TILED, ["tiled_d_query", "tiled_d_keys"]),
-        ("cuda/tiled", HOPPER, ["tiled_d_query", "tiled_d_keys"]),
-        ("cuda/forward_sm90", HOPPER, BY_HOPPER),
-        ("cuda/unordered", HOPPER, BY_HOPPER),
-    ],
-)
-def test_gradients(kernel: str, kind: dict[str, Any], launched: list[str], fake_gpu: FakeGpu) -> None:
-    """Of heads that share keys, of rows that lie anyhow, of sinks, and of lse as well as of out."""
-    _check_gradients(kernel, kind)
-    assert fake_gpu.launched[-len(launched) :] == launched
-
-
-def _check_gradients(kernel: str, kind: dict[str, Any], seed: int = 0) -> None:
-    torch.manual_seed(seed)
-    n, d, dtype = kind["n"], kind["d"], kind["dtype"]
-    q, k, v = (torch.randn(1, n, heads, d).to(dtype).transpose(1, 2).requires_grad_() for heads in (4, 2, 2))
-    sinks = torch.randn(4, requires_grad=True)
-    options = {"mask": tw.causal() & tw.window(30), "score": tw.softcap(2.0)}
-    out, lse = tw.attention(q, k, v, sinks=sinks, **options, kernel=kernel, return_lse=True)
-    d_out, d_lse = torch.randn(1, n, 4, d).to(dtype).transpose(1, 2), torch.randn(1, 4, n)
-    found = torch.autograd.grad((out, lse), (q, k, v, sinks), (d_out, d_lse))
-    plain = [x.detach().double().numpy() for x in (q, k, v, sinks, d_out, d_lse)]
-    _, pullback = tw.attention_vjp(*plain[:3], sinks=plain[3], **options)
-    want = pullback(plain[4], plain[5])
-    for x, y in zip(found, (want.q, want.k, want.v, want.sinks), strict=True):
-        off = np.abs(x.double().numpy() - y).max() / np.abs(y).max()
-        assert off < (1e-5 if dtype == torch.float32 else 2e-2)
-
-
-@pytest.mark.parametrize("kernel", ["cuda/tiled", "cuda/forward_sm90"])
-def test_gradients_like_ones_before_are_only_launched(
-    kernel: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared: list[int] = []
-    prepare_it = CudaKernel.prepared_backward
-
-    def counted(self: CudaKernel, spec: Any, q: Any, *others: Any) -> Any:
-        prepared.append(q.shape[2])
-        return prepare_it(self, spec, q, *others)
-
-    monkeypatch.setattr(CudaKernel, "prepared_backward", counted)
-    for seed in range(3):
-        _check_gradients(kernel, HOPPER, seed)
-    _check_gradients(kernel, {**HOPPER, "n": 33})
-    assert prepared == [HOPPER["n"], 33]
-
-
-def test_gradients_repeat_only_where_the_same_arrays_must_be_copied(fake_gpu: FakeGpu) -> None:
-    """One operand after the other begins where the copy engine cannot: what is copied lies otherwise than before."""
-    line = json.dumps({"kernel": "cuda/forward_sm90", "scale": 0.125})
-    torch.manual_seed(0)
-    held, sizes = [torch.randn(72 * 3 * 2 * 64 + 8).bfloat16() for _ in range(4)], (1, 2, 72, 64)
-    strides = (72 * 384, 64, 384, 1)  # as slices of one tensor for all three lie
-    for moved in (None, 0, 3, 1):
-        q, k, v, d_out = (x.as_strided(sizes, strides, 4 if i == moved else 0) for i, x in enumerate(held))
-        plain = [x.double().numpy() for x in (q, k, v, d_out)]
-        saved = dispatch.kernel("cuda/tiled").forward(prepare(q, k, v).spec, q, k, v)
-        found = operator.attention_backward(q, k, v, [], None, line, saved.out, saved.lse, d_out, None, [])
-        _, pullback = tw.attention_vjp(*plain[:3])
-        want = pullback(plain[3])
-        for x, y in zip(found[:3], (want.q, want.k, want.v), strict=True):
-            assert np.abs(x.double().numpy() - y).max() < 2e-2 * np.abs(y).max(), moved
-
-
-def test_gradients_of_arrays_that_tma_does_not_take(fake_gpu: FakeGpu) -> None:
-    """They are copied: rows that begin anywhere, and the gradient of a sum, which is one number at every place."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(1, 2, 70, 33).bfloat16()[..., 1:], *(torch.randn(1, 2, 70, 32).bfloat16() for _ in range(2))
-    spec, kernels = prepare(q, k, v).spec, [dispatch.kernel(f"cuda/{rung}") for rung in ("forward_sm90", "tiled")]
-    saved = kernels[1].forward(spec, q, k, v)
-    d_out = torch.ones(1).bfloat16().expand(saved.out.shape)
-    by_hopper, by_tiles = (kernel.backward(spec, q, k, v, saved, d_out) for kernel in kernels)
-    assert fake_gpu.launched[1:4] == BY_HOPPER
-    for x, y in zip((by_hopper.q, by_hopper.k, by_hopper.v), (by_tiles.q, by_tiles.k, by_tiles.v), strict=True):
-        assert float((x - y).abs().max()) < 2e-2 * float(y.abs().max()) + 1e-3
-
-
-@pytest.mark.parametrize("wider", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["cuda/tiled", "cuda/forward_sm90"])
-def test_a_wider_gradient_makes_all_wider(name: str, wider: Any, fake_gpu: FakeGpu) -> None:
-    q, k, v = (torch.ones(1, 1, n, 8, dtype=torch.float16) for n in (2, 1, 1))
-    call, kernel = prepare(q, k, v), dispatch.kernel(name)
-    d_out = torch.tensor([100_000.5, -100_000.0], dtype=wider)[:, None].expand(1, 1, 2, 8)
-    grads = kernel.backward(call.spec, q, k, v, kernel.forward(call.spec, q, k, v), d_out)
-    assert grads.v.dtype == torch.float16 and bool((grads.v == 0.5).all())
-
-
-def test_gradients_of_no_queries_and_of_no_keys(fake_gpu: FakeGpu) -> None:
-    for n_q, n_k in ((0, 5), (5, 0)):
-        q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (n_q, n_k, n_k))
-        found = torch.autograd.grad(tw.attention(q, k, v, kernel="cuda/tiled").sum(), (q, k, v))
-        assert all(bool((x == 0).all()) for x in found)
-
-
-def test_no_order_is_not_batch_invariant(fake_gpu: FakeGpu) -> None:
-    q, k, v = (torch.randn(1, 2, 8, 16).bfloat16() for _ in range(3))
-    call = prepare(q, k, v, batch_invariant=True)
-    shape = replace(call.shape, backward=True)
-    with pytest.raises(Unsupported, match="in any order, and batch_invariant wants one"):
-        dispatch.resolve("cuda/unordered", call.spec, shape)
-    assert dispatch.resolve("cuda/forward_sm90", call.spec, shape).name == "cuda/forward_sm90"
-
-
-@pytest.mark.parametrize(("batch", "n_q", "n_k"), [(0, 5, 5), (1, 0, 5), (1, 5, 0)])
-def test_hoppers_gradients_of_nothing(batch: int, n_q: int, n_k: int, fake_gpu: FakeGpu) -> None:
-    q, k, v, d_out = (torch.randn(batch, 2, n, 16).bfloat16() for n in (n_q, n_k, n_k, n_q))
-    spec, kernel = prepare(q, k, v).spec, dispatch.kernel("cuda/forward_sm90")
-    saved = Partial(torch.zeros_like(q), torch.full((batch, 2, n_q), -torch.inf))
-    grads = kernel.backward(spec, q, k, v, saved, d_out)
-    for x, y in zip((q, k, v), (grads.q, grads.k, grads.v), strict=True):
-        assert x.shape == y.shape and bool((y == 0).all())
 
 
 def test_modes_see_the_operator(fake_gpu: FakeGpu) -> None:

@@ -66,18 +66,32 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any,
 def make_ready(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> Ready | None:
     """The launch of this call, once it is checked, for all tensors that lie as these; None if its kernel system has no
     such thing, or there is nothing to compute."""
-    template, shape = _recognise(q, k, v, arrays, sinks, spec)
-    arrays = [x.detach() for x in arrays]  # one object a place, even if a tensor comes twice
-    held = _settled(template, shape, arrays, sinks)
-    system = dispatch.resolve(template.kernel, held, shape)
+    system, held, arrays = _resolved(q, k, v, arrays, sinks, spec)
     prepared = system.prepared(held, q, k, v) if isinstance(system, dispatch.Prepares) else None
     if prepared is None:
         return None
-    place = {id(x): i for i, x in enumerate(arrays)}
     batch, heads, n, _ = q.shape
     out = stored_as(q, v)
     lse = (batch, heads, n), (heads * n, n, 1)
-    return Ready(prepared, [place[id(slot.array)] for slot in held.loaded], out, lse, q)
+    return Ready(prepared, _places(held, arrays), out, lse, q)
+
+
+def _resolved(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str, wanted: Sequence[int] = (),
+    backward: bool = False,
+) -> tuple[dispatch.Kernel, Attention, list[Tensor]]:  # fmt: skip
+    """Who computes the call, the attention that it says, and its arrays: one object a place, even if a tensor comes
+    twice."""
+    template, shape = _recognise(q, k, v, arrays, sinks, spec)
+    arrays = [x.detach() for x in arrays]
+    held = _settled(template, shape, arrays, sinks, wanted)
+    return dispatch.resolve(template.kernel, held, replace(shape, backward=backward)), held, arrays
+
+
+def _places(held: Attention, arrays: Sequence[Tensor]) -> list[int]:
+    """Where the arrays that a variant reads are among those of the call."""
+    place = {id(x): i for i, x in enumerate(arrays)}
+    return [place[id(slot.array)] for slot in held.loaded]
 
 
 def _backward(
@@ -90,10 +104,7 @@ def _backward(
     repeated = _repeated_backward(q, k, v, arrays, sinks, spec, out, lse, d_out, d_lse) if not wanted else None
     if repeated is not None:
         return repeated.run(q, k, v, arrays, sinks, Partial(out, lse), d_out, d_lse)
-    template, shape = _recognise(q, k, v, arrays, sinks, spec)
-    arrays = [x.detach() for x in arrays]  # one object a place, even if a tensor comes twice
-    held = _settled(template, shape, arrays, sinks, wanted)
-    system = dispatch.resolve(template.kernel, held, replace(shape, backward=True))
+    system, held, arrays = _resolved(q, k, v, arrays, sinks, spec, wanted, backward=True)
     grads = system.backward(held, q, k, v, Partial(out, lse), d_out, d_lse)
     by_array = {id(slot.array): grad for slot, grad in zip(held.wanted, grads.arrays, strict=True)}
     others = [by_array[id(arrays[i])] for i in wanted] + ([] if sinks is None else [grads.sinks])
@@ -118,15 +129,11 @@ def _repeated_backward(
     )  # fmt: skip
 
     def make() -> ReadyBackward | None:
-        template, shape = _recognise(q, k, v, arrays, sinks, spec)
-        held_arrays = [x.detach() for x in arrays]
-        held = _settled(template, shape, held_arrays, sinks)
-        system = dispatch.resolve(template.kernel, held, replace(shape, backward=True))
+        system, held, own = _resolved(q, k, v, arrays, sinks, spec, backward=True)
         if not isinstance(system, dispatch.PreparesBackward):
             return None
         prepared = system.prepared_backward(held, q, k, v, Partial(out, lse), d_out, d_lse)
-        place = {id(x): i for i, x in enumerate(held_arrays)}
-        return ReadyBackward(prepared, [place[id(slot.array)] for slot in held.loaded])
+        return ReadyBackward(prepared, _places(held, own))
 
     return _ready_backward.found(key, make)
 

@@ -86,21 +86,24 @@ class CudaKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        prepared = self.prepared_backward(spec, q, k, v, saved, d_out, d_lse, tile)
-        return prepared.run(q, k, v, saved, d_out, d_lse, loaded_on(spec, q.device), spec.sinks)
+        prepared, every = self._prepared_backward(spec, q, k, v, saved, d_out, d_lse, tile)
+        return prepared.launch(every, loaded_on(spec, q.device), spec.sinks)
 
     def prepared_backward(
-        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
-        tile: Tile | None = None,
-    ) -> PreparedBackward:  # fmt: skip
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None
+    ) -> PreparedBackward:
         """The backward pass, ready for other arrays that lie as these; each begins at a multiple of 16 bytes if its
         counterpart does, and only then."""
+        return self._prepared_backward(spec, q, k, v, saved, d_out, d_lse)[0]
+
+    def _prepared_backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None = None
+    ) -> tuple[PreparedBackward, dict[str, Any]]:
         from tilewise.kernels.cuda import gpu
-        from tilewise.kernels.cuda.backward import PreparedBackward
+        from tilewise.kernels.cuda.backward import prepared
 
         with gpu.as_current(q.get_device()):
-            loaded = loaded_on(spec, q.device)
-            return PreparedBackward(spec, q, k, v, saved, d_out, d_lse, loaded, self._backward, tile)
+            return prepared(spec, q, k, v, saved, d_out, d_lse, loaded_on(spec, q.device), self._backward, tile)
 
 
 @cache

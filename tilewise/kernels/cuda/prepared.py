@@ -19,7 +19,7 @@ from tilewise.pytorch import graphs
 from tilewise.spec import Attention, Shape, Tile
 
 _WORD = 8  # bytes
-_OPERANDS = ("q", "k", "v", "out", "lse")  # whose addresses come first in a launch
+OPERANDS = ("q", "k", "v", "out", "lse")  # whose addresses come first in a launch
 
 
 class Prepared:
@@ -144,7 +144,7 @@ def prepare(
         blocks = min(blocks, gpu.multiprocessors(device))
         params = marshal.launch(params, spec, shape, tables, maps, 0, blocks)
     refining = _refining(spec, shape, tile, params, tables, order, device, numbers) if rung.persistent else None
-    mapped = [0, 1, 2] if source.table is None else [0, 1, 2, len(_OPERANDS) + order.index(source.table.slot)]
+    mapped = [0, 1, 2] if source.table is None else [0, 1, 2, len(OPERANDS) + order.index(source.table.slot)]
     places = _places(params, order, sinks is not None)
     return Prepared(device, source, blocks, params, places, [numbers], refining, mapped)
 
@@ -190,7 +190,7 @@ def prepare_backward_sm90(
         inner, kind = type(launch).backward.offset, type(full)
         further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
         further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
-        mapped = [0, 1, 2, len(_OPERANDS) + len(order)]  # q, k, v and d_out
+        mapped = [0, 1, 2, len(OPERANDS) + len(order)]  # q, k, v and d_out
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = [numbers, numbers_by_query]
         made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, mapped=mapped))
@@ -206,7 +206,7 @@ def _backward_of(
     place = {id(slot.array): i for i, slot in enumerate(slots)}
     order = [place[id(slot.array)] for slot in spec.loaded]
     in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
-    operands = {name: views[name] for name in _OPERANDS}
+    operands = {name: views[name] for name in OPERANDS}
     call = marshal.params(spec, shape, tables, numbers.data_ptr(), operands, None, in_order, source.constants)
     return source, marshal.backward(call, {name: views[name] for name in structs.BACKWARD_ARRAYS}), order
 
@@ -233,7 +233,7 @@ def _places(params: Any, order: Sequence[int], has_sinks: bool) -> list[int]:
     has_more = hasattr(params, "params")  # Launch and Refinement have Params in them
     inner = type(params.params if has_more else params)
     first = type(params).params.offset if has_more else 0
-    offsets = [getattr(inner, name).offset for name in _OPERANDS]
+    offsets = [getattr(inner, name).offset for name in OPERANDS]
     offsets += [inner.arrays.offset + i * ctypes.sizeof(structs.Slot) for i in order]
     offsets += [inner.sinks.offset] if has_sinks else []
     return [(first + offset) // _WORD for offset in offsets]

@@ -259,7 +259,10 @@ class _BackwardSm90:
 
     def stages(self, shape: Shape) -> int:
         """Of k and of d_s. Larger heads leave room for one: a third of q and a second of d_q bring more."""
-        return 1 if max(shape.d, shape.d_v) > 64 else 2
+        return 1 if self.is_wide(shape) else 2
+
+    def is_wide(self, shape: Shape) -> bool:
+        return max(shape.d, shape.d_v) > 64
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
@@ -284,7 +287,7 @@ class BackwardProducts(_BackwardSm90):
         # Rows of 128 bytes: k, v, d_s, q, d_out. Then twice d_q, thrice shift, twice delta, barriers, room to align.
         stages = self.stages(shape)
         rows = tile.k * (stages * q_parts + v_parts + stages) + tile.q * (3 * q_parts + 2 * v_parts)
-        wide = max(q_parts, v_parts) > 1  # whose products leave the producer few registers
+        wide = self.is_wide(shape)  # whose products leave the producer few registers
         return {
             **super().constants(tile, shape, cell_bytes),
             "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 5 * 4 * tile.q + 384 + 1024,

@@ -23,7 +23,7 @@
 
 static_assert(Shared::END + 1024 == SHARED_BYTES, "as the host reckons it");
 constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
-constexpr bool HELD = Q_PARTS == 1 && V_PARTS == 1;  // whether registers have room for k and v: it saves reading them each step
+constexpr bool HELD = Q_PARTS == 1 && V_PARTS == 1;  // whether registers have room for k and v, which saves reading them
 constexpr bool LATE = S_STAGES == 2;  // whether d_q is multiplied a step late
 
 // A warpgroup: 64 keys of the tile, of which a thread has two (g and g + 8 of its warp's 16). Of each eight queries it has
@@ -231,7 +231,7 @@ struct Consumer {
         d_q_waits = false;
     }
 
-    // A query tile. s is there. Unless this is the first, d_k of the step before is under way, and d_q may be to be handed over.
+    // A query tile. s is there. Unless this is the first, d_k of the step before is under way, and a d_q may be to hand over.
     template <bool FIRST, bool LAST> __device__ __forceinline__ void step() {
         const uint32 d_q_step = LATE ? steps - 1 : steps;
         constexpr bool HAS_D_Q = !LATE || !FIRST;

@@ -108,8 +108,9 @@ INLINE void add_release(int* at, int value) {
 INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
-// Waits for all products but the last N groups, just here: a compiler that finds a plain wait moves it up, above the work that should hide it.
-// A branch holds it in place, as long as its sides differ, if only by a remark. `always` must be beyond what it can know.
+// Waits for all products but the last N groups, just here: a compiler that finds a plain wait moves it up, above the work
+// that should hide it. A branch holds it in place, as long as its sides differ, if only by a remark. `always` must be beyond
+// what it can know.
 template <int N> INLINE void wgmma_wait_in_place(bool always) {
     if (always) asm volatile("wgmma.wait_group.sync.aligned %0; // as always" ::"n"(N) : "memory");
     else asm volatile("wgmma.wait_group.sync.aligned %0; // never" ::"n"(N) : "memory");

@@ -213,8 +213,8 @@ __device__ __forceinline__ Finished finished(const Launch& launch, float row_max
     const float rest = (row_max - (whole - joined)) + (exponent - joined);  // what that sum was rounded by
     const float fraction = rest + log2_approximate(row_sum * power_of_2(-exponent_of(row_sum)));
     const float lse = fmaf(whole, launch.natural, fmaf(whole, launch.natural_rest, fraction * LN_2));
-    const float multiplied = row_sum + narrowing;  // nothing, where row_max was rounded by more than half precision holds
-    const float weight = reciprocal_approximate(multiplied > 0 ? multiplied : row_sum);
+    const float multiplied = row_sum + narrowing;  // 0 or infinite, where row_max was rounded by more than Element holds
+    const float weight = reciprocal_approximate(0 < multiplied && multiplied < INFINITY ? multiplied : row_sum);
     if (!HAS_SINKS || sink == -INFINITY) return {weight, lse};
     const float larger = fmaxf(lse, sink), joint = larger + log1pf(expf(fminf(lse, sink) - larger));
     return {expf(lse - joint) * weight, joint};

@@ -61,8 +61,9 @@ def forward(
     # 7 finish: acc / row_sum, lse
     done = lse_of(row_max, row_sum)
     multiplied = row_sum + narrowing(finite(largest), binary(scale, RAW), -finite(row_max), v.dtype.element_ty)
-    # Where row_max was rounded by more than half precision holds, nothing was.
-    weight = 1 / tl.where(multiplied > 0, multiplied, tl.where(row_sum == 0, 1.0, row_sum))
+    # It is 0 or infinite where row_max was rounded by more than half precision holds.
+    is_number = (multiplied > 0) & (multiplied < float("inf"))
+    weight = 1 / tl.where(is_number, multiplied, tl.where(row_sum == 0, 1.0, row_sum))
     if HAS_SINKS:
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))
         weight = weight * tl.exp(done - finite(joint))
