@@ -2,6 +2,8 @@
 
     python tests/compare_gpu.py build/versions/* --cases full,64,4096 causal,128,512
     python tests/compare_gpu.py build/versions/* --cases causal,128,4096 --backward
+    ncu --set full -k attention -o report python tests/compare_gpu.py --cases causal,128,4096 --backward --once
+    ncu --import report.ncu-rep --page source --csv    # what every instruction waits for
 
 Each folder has files that stand for those of the same names in tilewise/kernels/cuda/source; `today` is the sources as
 they are. All take turns in one process with cuDNN and FlashAttention-4, as in `tilewise bench --gpu`, whose cases these
@@ -139,6 +141,13 @@ def compare(case: Case, versions: Sequence[Version], settings: Settings) -> str:
     return f"{case.variant}, d {case.d}, n {case.n}, {case.inputs}: " + ", ".join(told)
 
 
+def once(case: Case, versions: Sequence[Version]) -> None:
+    """For a profiler: forward as it is, and then what each version computes."""
+    inputs = sets(case)[:1]
+    for version in versions:
+        entry_of(version, case, inputs).calls[0]()
+
+
 def _off(found: Any, wanted: Any) -> float:
     """The largest difference, of the largest number."""
     pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
@@ -152,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cases", nargs="+", default=["full,128,4096"], help="variant,d,n or variant,d,n,inputs")
     parser.add_argument("--backward", action="store_true", help="the gradients")
+    parser.add_argument("--once", action="store_true", help="one call each, for a profiler; nothing is timed")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     options = parser.parse_args(arguments)
@@ -161,7 +171,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for done in [pool.submit(compile_ahead, x.name, x.folder, case) for x in versions for case in cases]:
             done.result()
     for case in cases:
-        print(compare(case, versions, Settings(rounds=options.rounds)), flush=True)
+        if options.once:
+            once(case, versions)
+        else:
+            print(compare(case, versions, Settings(rounds=options.rounds)), flush=True)
     return 0
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests import compare_gpu
 from tests.compare_gpu import Version, case_of, compile_ahead
+from tilewise.bench.gpu.cases import Case
+from tilewise.bench.gpu.contestants import Entry
 from tilewise.kernels.cuda import compiler, source
 from tilewise.kernels.cuda.source import Source
 
@@ -31,6 +34,20 @@ def test_gradients_have_kernels_of_their_own(compiled: list[Source]) -> None:
     compile_ahead("today", None, case_of("full,128,4096", backward=True))
     by_hopper = ["backward_sm90_rows", "backward_sm90", "backward_sm90_d_query"]
     assert [made.rung for made in compiled] == ["forward_sm90", *by_hopper]
+
+
+def test_once_is_a_call_of_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def entry_of(version: Version, case: Case, inputs: list[str]) -> Entry:
+        assert inputs == ["first"]
+        return Entry([lambda: called.append(f"{version.name}, d {case.d}")])
+
+    monkeypatch.setattr(compare_gpu, "sets", lambda case: ["first", "second"])
+    monkeypatch.setattr(compare_gpu, "entry_of", entry_of)
+    monkeypatch.setattr(compare_gpu, "compile_ahead", print)  # what another process can find
+    assert compare_gpu.main(["a/new", "--cases", "full,64,512", "full,128,512", "--once", "--jobs", "1"]) == 0
+    assert called == ["today, d 64", "new, d 64", "today, d 128", "new, d 128"]
 
 
 def test_a_version_is_used_inside_alone(tmp_path: Path) -> None:
