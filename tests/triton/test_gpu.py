@@ -270,9 +270,11 @@ def test_gradients_are_shared_between_processes() -> None:
 
 def test_tuning_finds_choices_that_calls_then_take(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise import cli
-    from tilewise.kernels.triton import tuned
+    from tilewise.kernels.triton import trials, tuned
 
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(trials, "_SIZES", ((64, 64), (64, 32)))  # of dozens, which take minutes to compile
+    monkeypatch.setattr(trials, "_STAGES", (2,))
     tuned.choices.cache_clear()
     try:
         assert cli.main(["tune", "--d", "64"]) == 0

@@ -170,10 +170,11 @@ struct Storer {
     }
     __device__ __forceinline__ void add(uint32 parity) const {
         hw::mbarrier_wait(shared.d_out_full(number), parity);
-        const int64 tile = shared.addition(number).tile;
-        const int turn = shared.addition(number).turn;
-        __syncwarp();  // all lanes have read the addition
+        int64 tile = 0;
+        int turn = 0;
         if (leads) {
+            tile = shared.addition(number).tile;
+            turn = shared.addition(number).turn;
             hw::mbarrier_arrive(shared.d_out_free(number));
             if (ORDERED) take(launch.turns + tile, turn);
         }
