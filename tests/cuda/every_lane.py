@@ -1,7 +1,8 @@
-"""Hopper's backward kernel as racecheck understands it: every lane of a warp lets a place go for itself.
+"""Hopper's backward kernel as racecheck understands it: every lane of a warp lets a place go for itself, and tells
+for itself that it is filled.
 
-In the kernel the lanes of a warp meet, and then one of them arrives at the barrier. racecheck does not see that the
-others' reads came before (sanitizer_limits.cu shows it in twenty lines), and reports the copy that fills the place
+In the kernel the lanes of a warp meet, and then one of them arrives at the barrier. racecheck does not see that what
+the others read or wrote came before (sanitizer_limits.cu shows it in twenty lines), and reports who fills the place
 again. With TILEWISE_EVERY_LANE=1 the tests run this version, which differs in nothing else.
 """
 
@@ -12,18 +13,27 @@ from pathlib import Path
 from tilewise.kernels.cuda import source
 
 EDITS = {
-    "sm90_backward.h": ("CONSUMER_WARPS = WARPGROUPS * 4;", "CONSUMER_WARPS = WARPGROUPS * 128;"),
-    "backward_sm90.cu": ("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);"),
-}
+    "sm90_backward.h": [
+        ("CONSUMER_WARPS = WARPGROUPS * 4;", "CONSUMER_WARPS = WARPGROUPS * 128;"),
+        *[(f"mbarrier_init({name}, 1)", f"mbarrier_init({name}, 32)") for name in (
+            "v_full()", "k_full(stage)", "q_full(stage)", "d_out_full(stage)"
+        )],
+    ],
+    "backward_sm90.cu": [("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);")],
+    "sm90_backward_producer.h": [
+        ("if (!clears) return;", "if (!clears && lane != 0) hw::mbarrier_arrive(full);\n        if (!clears) return;"),
+        ("if (lane == 0) hw::mbarrier_arrive(full);", "hw::mbarrier_arrive(full);"),
+        ("if (lane == 0) hw::mbarrier_arrive(shared.k_full", "hw::mbarrier_arrive(shared.k_full"),
+    ],
+}  # fmt: skip
 
 
 def edited(name: str, text: str) -> str:
-    if name not in EDITS:
-        return text
-    old, new = EDITS[name]
-    if text.count(old) != 1:
-        raise ValueError(f"{name} has no more: {old}")
-    return text.replace(old, new)
+    for old, new in EDITS.get(name, ()):
+        if text.count(old) != 1:
+            raise ValueError(f"{name} has no more: {old}")
+        text = text.replace(old, new)
+    return text
 
 
 def install() -> None:
