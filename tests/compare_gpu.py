@@ -85,8 +85,9 @@ def _sources(spec: Attention, shape: Shape, backward: bool) -> list[Source]:
     made = [source_of(spec, shape, HOPPER)]
     if backward:
         slope = score_slopes(spec)[S]
-        tile = BACKWARD_SM90[0].default_tile(spec, shape)
-        made += [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung in BACKWARD_SM90]
+        rungs = BACKWARD_SM90.rungs(shape)
+        tile = rungs[0].default_tile(spec, shape)
+        made += [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung in rungs]
     return made
 
 

@@ -22,10 +22,11 @@ from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.spec import Partial
 from tilewise.validate import Call
 
-FILES = (
-    "backward_sm90.cu", "sm90_backward.h", "sm90_backward_producer.h", "sm90_tiles.h", "backward_sm90_rows.cu",
+SHARED_FILES = (
+    "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_scores.h", "sm90_tiles.h", "backward_sm90_rows.cu",
     "backward_sm90_d_query.cu",
 )  # fmt: skip
+FILES, WIDE_FILES = ("backward_sm90.cu", *SHARED_FILES), ("backward_sm90_wide.cu", *SHARED_FILES)
 
 # The first block to run takes all key tiles, in their order, unless it is told otherwise.
 TAKE = "const int index = next_index();"
@@ -47,7 +48,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Problem(NamedTuple):
-    """Tiles have 64 queries and 128 keys."""
+    """Tiles have 64 queries and 128 keys, or 64 keys if heads are wide."""
 
     shape: tuple[int, int, int, int, int, int, int]  # batch, heads, heads_k, n_q, n_k, d, d_v
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -84,6 +85,22 @@ PROBLEMS: dict[str, Problem] = {
     "d 80, d_v 128": Problem((1, 1, 1, 100, 280, 80, 128), {"causal": True}),
     "d 128, d_v 8": Problem((1, 1, 1, 100, 280, 128, 8)),
     "d 8, d_v 64": Problem((1, 1, 1, 100, 280, 8, 64)),
+    # Wide heads.
+    "d 256": Problem((1, 1, 1, 200, 200, 256, 256)),
+    "d 256, causal": Problem((1, 2, 1, 150, 200, 256, 256), {"causal": True}),
+    "d 256, one tile": Problem((1, 1, 1, 50, 60, 256, 256)),
+    "d 256, one query tile": Problem((1, 2, 2, 40, 200, 256, 256)),
+    "d 256, tiles that meet none": Problem((1, 2, 1, 200, 260, 256, 256), {"mask": (Q >= 64) & (K >= 64) & (K < 128)}),
+    "d 192, d_v 128": Problem((2, 2, 1, 100, 150, 192, 128)),
+    "d 136, d_v 40, a slope": Problem(
+        (1, 1, 1, 140, 140, 136, 40), {"score": tw.softcap(2.0) >> S * (1 + Q / 64)}, "float16"
+    ),
+    "d 64, d_v 256, grouped": Problem((1, 6, 2, 100, 150, 64, 256), {"causal": True}),
+    "d 192, packed": Problem(
+        (1, 2, 1, 230, 230, 192, 192),
+        {"lengths": ([0, 70, 70, 199, 230], [0, 90, 120, 200, 230]), "causal": True},
+        "float16",
+    ),
     # Types, scores and what else there is.
     "float16": Problem((1, 2, 1, 200, 300, 64, 48), {"causal": True}, "float16"),
     "no d_lse": Problem((1, 2, 1, 100, 150, 16, 16), {"causal": True}, d_lse=False),

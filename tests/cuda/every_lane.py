@@ -19,7 +19,7 @@ EDITS = {
             "v_full()", "k_full(stage)", "q_full(stage)", "d_out_full(stage)"
         )],
     ],
-    "backward_sm90.cu": [("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);")],
+    "sm90_backward_scores.h": [("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);")],
     "sm90_backward_producer.h": [
         ("if (!clears) return;", "if (!clears && lane != 0) hw::mbarrier_arrive(full);\n        if (!clears) return;"),
         ("if (lane == 0) hw::mbarrier_arrive(full);", "hw::mbarrier_arrive(full);"),

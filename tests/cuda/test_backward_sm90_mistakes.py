@@ -25,23 +25,24 @@ FREE_HELD_V = "            arrive(shared.v_free());\n"
 FREE_D_OUT = "        arrive(shared.d_out_free(stage));\n"
 FREE_K = "            arrive(shared.k_free(stage));\n"
 FREE_D_S = "        arrive(shared.d_s_free(step % S_STAGES));\n"
-FREE_D_Q = "            hw::mbarrier_arrive(shared.d_q_free(number));\n"
-FREE_ADDITION = "            hw::mbarrier_arrive(shared.d_out_free(number));\n"
+FREE_D_Q = "        hw::mbarrier_arrive(shared.d_q_free(number));\n"
+FREE_ADDITION = "            hw::mbarrier_arrive(shared.d_out_free(stage));\n"
 AWAIT_K = "            hw::mbarrier_wait(shared.k_full(stage), keys / K_STAGES % 2);\n"
 AWAIT_Q = "        hw::mbarrier_wait(shared.q_full(next_q.stage), next_q.parity);\n"
 AWAIT_V = "        hw::mbarrier_wait(shared.v_full(), keys % 2);\n"
 AWAIT_D_OUT = "        hw::mbarrier_wait(shared.d_out_full(stage), steps / 2 % 2);\n"
 AWAIT_D_S_FREE = "        hw::mbarrier_wait(shared.d_s_free(steps % S_STAGES), steps / S_STAGES % 2 ^ 1);\n"
-AWAIT_ADDITION = "        hw::mbarrier_wait(shared.d_out_full(number), parity);\n"
-AWAIT_STORE = "            hw::tma_store_wait<0>();\n"
+AWAIT_ADDITION = "        hw::mbarrier_wait(shared.d_out_full(stage), step / O_STAGES % 2);\n"
+AWAIT_STORE = "        hw::tma_store_wait<0>();\n"
 HOLD_K = "            hold(k_held, k());\n"
 HOLD = "        if constexpr (HELD) {\n            hold"
 HELD = "        if (HELD || visits == 0) {\n"
 READ_SHIFT = ("#pragma unroll\n"
-              "        for (int n = 0; n < TILE_Q / 8; n++) shift[n] = two_of(shared.shift(q), n);\n")  # fmt: skip
+              "        for (int n = 0; n < QUERIES / 8; n++) shift[n] = two_of(shared.shift(q), n);\n")  # fmt: skip
 BEGIN_D_P = "        begin_d_p(stage);\n"
 MULTIPLY_V = "        multiply_rows<COLUMNS, true>(d_p, v_held, shared.v(), shared.d_out(stage));\n"
 MULTIPLY_D_S = "        multiply_d_s_k(shared.d_s(step % S_STAGES));\n"
+WRITE_D_S = "        write_s(d_s());\n"
 TELL_D_S = "        if (LATE) arrive(shared.d_s_full(stage));\n"
 WAITS = "        d_q_waits = true;\n"
 WRITE_D_Q = "        unsigned char* const to = shared.memory + (shared.d_q(step % 2, number) - shared.base)"
@@ -119,7 +120,7 @@ MISTAKES: dict[str, Mistake] = {
          f"    {FREE_LAST_Q}            hand_over_d_q(steps - 2);\n"},
     ),
     "d_out let go before d_v is done": Mistake(
-        EARLY, "full", {FREE_D_OUT: "", "        write_d_s();\n": f"{FREE_D_OUT}        write_d_s();\n"},
+        EARLY, "full", {FREE_D_OUT: "", WRITE_D_S: f"{FREE_D_OUT}{WRITE_D_S}"},
     ),
     "v let go before it is held": Mistake(
         WRONG, "d 8, d_v 64", {FREE_HELD_V: "", HOLD: f"        if (HELD) arrive(shared.v_free());\n{HOLD}"},
@@ -149,7 +150,7 @@ MISTAKES: dict[str, Mistake] = {
     # What threads hand to each other, to products and to the copy engine.
     "no fence after d_s": Mistake(
         UNFENCED, "full",
-        {"if (!LAST) begin_s();\n        hw::fence_async();": "if (!LAST) begin_s();"},
+        {"            read_shift();\n        }\n        hw::fence_async();": "            read_shift();\n        }"},
     ),
     "a warpgroup that does not wait for the other's d_s": Mistake(
         ISSUED, "packed",
@@ -160,7 +161,7 @@ MISTAKES: dict[str, Mistake] = {
         {"d_s_written(LATE ? number : 0), LATE ? 128 : 256": "d_s_written(number), 128"},
     ),
     "d_s told of before it is written": Mistake(
-        ISSUED, "full", {TELL_D_S: "", "        write_d_s();\n": f"{TELL_D_S}        write_d_s();\n"},
+        ISSUED, "full", {TELL_D_S: "", WRITE_D_S: f"{TELL_D_S}{WRITE_D_S}"},
     ),
     "d_s of which nobody is told": Mistake("deadlock", "full", {TELL_D_S: ""}),
     "d_s written while the other warpgroup multiplies it": Mistake(
@@ -207,8 +208,8 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "d_q stored before it is written": Mistake(
         UNFENCED, "full",
-        {"hw::barrier_sync(Shared::d_q_written(number, half), 160);":
-         "hw::barrier_arrive(Shared::d_q_written(number, half), 160);"},
+        {"hw::barrier_sync(Shared::d_q_written(number, piece), 160);":
+         "hw::barrier_arrive(Shared::d_q_written(number, piece), 160);"},
     ),
     "d_q let go before the copy engine has read it": Mistake(
         f"{WRONG}|{UNFENCED}", "full", {AWAIT_STORE + FREE_D_Q: FREE_D_Q + AWAIT_STORE},
@@ -221,22 +222,22 @@ MISTAKES: dict[str, Mistake] = {
     "an addition let go before it is read": Mistake(
         "deadlock.*for another block", "full",
         {FREE_ADDITION: "",
-         AWAIT_ADDITION: f"{AWAIT_ADDITION}        if (leads) hw::mbarrier_arrive(shared.d_out_free(number));\n"
+         AWAIT_ADDITION: f"{AWAIT_ADDITION}        if (leads) hw::mbarrier_arrive(shared.d_out_free(stage));\n"
                          "        __syncwarp();\n"},
     ),
     "an addition written before there is room": Mistake(
         "deadlock.*for another block", "full", {ROOM + TELL_ADDITION: TELL_ADDITION + ROOM},
     ),
     "the addition of the other storer": Mistake(
-        "deadlock.*for another block", "full", {"shared.addition(number).tile;": "shared.addition(1 - number).tile;"},
+        "deadlock.*for another block", "full", {"shared.addition(stage).tile": "shared.addition(1 - stage).tile"},
     ),
     "the d_q of the other storer": Mistake(
-        UNFENCED, "full", {"shared.d_q(number, half), turn": "shared.d_q(1 - number, half), turn"},
+        UNFENCED, "full", {"shared.d_q(number, piece), turn": "shared.d_q(1 - number, piece), turn"},
     ),
     "a storer that takes the other's steps": Mistake(
-        "deadlock", "one query tile", {"uint32 step = number, steps = 0;": "uint32 step = 1 - number, steps = 0;"},
+        "deadlock", "one query tile", {"uint32 step = WIDE ? 0 : number": "uint32 step = 1 - number"},
     ),
-    "storers that take all steps": Mistake("deadlock", "full", {"> 0; step += 2)": "> 0; step++)"}),
+    "storers that take all steps": Mistake("deadlock", "full", {"step += WIDE ? 1 : 2)": "step++)"}),
     # Turns.
     # Key tiles in the order in which blocks at once may come to add theirs.
     "no wait for the turn": Mistake(WRONG, "full", {TURN: "", **LAST_FIRST}),
@@ -256,16 +257,18 @@ MISTAKES: dict[str, Mistake] = {
     "plans of another batch": Mistake(WRONG, "heads differ", {"int64(b) * here.offsets_batch": "0"}),
     "turns that do not begin at 0": Mistake(
         "deadlock.*for another block", "full",
-        {"if (threadIdx.x == 0) launch.turns": "if (threadIdx.x == 0 && tile == 0) launch.turns"},
+        {"if (threadIdx.x < TURNS)": "if (threadIdx.x < TURNS && tile == 0)"},
     ),
-    "a first turn that adds": Mistake(WRONG, "full", {"half), turn == 0);": "half), turn < 0);"}),
-    "turns that only store": Mistake(WRONG, "full", {"half), turn == 0);": "half), turn >= 0);"}),
-    "sums of a query tile that met none": Mistake(WRONG, "tiles that meet none", {"launch.turns[at] > 0;": "true;"}),
+    "a first turn that adds": Mistake(WRONG, "full", {"piece), turn == 0);": "piece), turn < 0);"}),
+    "turns that only store": Mistake(WRONG, "full", {"piece), turn == 0);": "piece), turn >= 0);"}),
+    "sums of a query tile that met none": Mistake(
+        WRONG, "tiles that meet none", {"launch.turns[at * TURNS] > 0;": "true;"},
+    ),
     # Products.
     "wrong swizzle of d_s": Mistake(WRONG, "full", {"^ row % 8)": "^ row % 4)"}),
     "wrong swizzle of what is held": Mistake(WRONG, "full", {"^ lane % 8)": "^ lane % 4)"}),
     "the other warpgroup's rows are held": Mistake(
-        WRONG, "full", {"rows + (number * 64 + threadIdx": "rows + ((1 - number) * 64 + threadIdx"},
+        WRONG, "full", {"rows + (first_row() + ": "rows + ((first_row() + 64) % 128 + "},
     ),
     "wrong step along d_s": Mistake(
         WRONG, "full", {"a = a_at + k * 16 * ROW_BYTES / 16, b": "a = a_at + k * 32 / 16, b"},
@@ -316,8 +319,8 @@ MISTAKES: dict[str, Mistake] = {
         EARLY, "full",
         {"hw::wgmma_wait<HAS_D_Q ? 1 : 0>();": "hw::wgmma_wait<HAS_D_Q ? 2 : 1>();"},
     ),
-    "d_k that does not begin at 0": Mistake(WRONG, "full", {"d_k[i] = 0;": ""}),
-    "d_v that does not begin at 0": Mistake(WRONG, "tiles that meet none", {"d_v[i] = 0;": ""}),
+    "d_k that does not begin at 0": Mistake(WRONG, "full", {"clear(d_k);": ""}),
+    "d_v that does not begin at 0": Mistake(WRONG, "tiles that meet none", {"clear(d_v);": ""}),
     # Scores and weights.
     "no mask": Mistake(WRONG, "causal", {"(is_partial && !variant::mask(params, head, row, key, near))": "false"}),
     "a mask one query off": Mistake(
@@ -355,7 +358,7 @@ MISTAKES: dict[str, Mistake] = {
     "a slope of scores without scale": Mistake(
         WRONG, "a slope", {"plain[i] = s[i] * params.scale;": "plain[i] = s[i];"},
     ),
-    "no scale of d_k": Mistake(WRONG, "full", {"d_k, D, item, params.scale": "d_k, D, item, 1.0f"}),
+    "no scale of d_k": Mistake(WRONG, "full", {"d_k, 0, D, item, params.scale": "d_k, 0, D, item, 1.0f"}),
     "no scale of d_q": Mistake(
         WRONG, "full", {"&held[0][lower * 2], params.scale": "&held[0][lower * 2], 1.0f"},
     ),

@@ -11,7 +11,7 @@ import torch
 from tilewise.kernels.cuda import marshal
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.prepared import OPERANDS, Prepared, prepare_backward, prepare_backward_sm90
-from tilewise.kernels.cuda.rungs import Rung
+from tilewise.kernels.cuda.rungs import Hoppers
 from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -26,10 +26,10 @@ class Arrangement:
     """
 
     dtype: Any
-    hoppers: Sequence[Rung] | None
+    hoppers: Hoppers | None
 
     @classmethod
-    def suited(cls, q: Any, k: Any, d_out: Any, hoppers: Sequence[Rung] | None) -> Arrangement:
+    def suited(cls, q: Any, k: Any, d_out: Any, hoppers: Hoppers | None) -> Arrangement:
         dtype = q.dtype if d_out.dtype == q.dtype else torch.float32
         return cls(dtype, None if dtype != q.dtype or q.numel() == 0 or k.numel() == 0 else hoppers)
 
@@ -72,7 +72,7 @@ class PreparedBackward:
 
 def prepared(
     spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, loaded: Sequence[Any],
-    hoppers: Sequence[Rung] | None, tile: Tile | None = None,
+    hoppers: Hoppers | None, tile: Tile | None = None,
 ) -> tuple[PreparedBackward, dict[str, Any]]:  # fmt: skip
     """The pass, on the current device, and the arrays of this call, arranged for it."""
     arrangement = Arrangement.suited(q, k, d_out, hoppers)

@@ -255,12 +255,6 @@ def backward_launch(
     return made  # type: ignore[no-any-return]
 
 
-def workspace(shape: Shape, by_query: Tables, tile: Tile) -> dict[str, int]:
-    """How many numbers of 4 bytes Hopper's backward pass needs beside its results."""
-    tiles = blocks(shape, by_query)
-    return {"rows": tiles * 2 * tile.q, "sums": tiles * tile.q * -(-shape.d // 64) * 64, "turns": tiles}
-
-
 def launch(
     call: Any, spec: Attention, shape: Shape, made: Tables, maps: dict[str, bytes], next_item: int, at_once: int
 ) -> Structure:

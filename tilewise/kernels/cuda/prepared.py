@@ -13,7 +13,7 @@ from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
-from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, Hoppers, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
 from tilewise.spec import Attention, Shape, Tile
@@ -171,11 +171,12 @@ def prepare_backward(
 
 
 def prepare_backward_sm90(
-    rungs: Sequence[Rung], spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
+    hoppers: Hoppers, spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
 ) -> tuple[list[Prepared], list[int]]:
     """Hopper's kernels of a backward pass, as above, and how many floats each of structs.WORKSPACE has, whose addresses
     follow the others. There are queries and keys."""
     gpu.ensure_context(device)
+    rungs = hoppers.rungs(shape)
     tile = rungs[0].default_tile(spec, shape)
     by_key, numbers = launcher.tables_on(device, spec, shape, tile, rungs[0])
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
@@ -194,7 +195,7 @@ def prepare_backward_sm90(
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = [numbers, numbers_by_query]
         made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, mapped=mapped))
-    return made, list(marshal.workspace(shape, by_query, tile).values())
+    return made, list(hoppers.workspace(shape, marshal.blocks(shape, by_query)).values())
 
 
 def _backward_of(

@@ -218,8 +218,8 @@ class ForwardSm90:
         }
 
     def _bytes(self, tile: Tile, shape: Shape) -> tuple[int, int]:
-        """Of q's tile, and of a stage of k and v: parts of 64 columns, whose rows have 128 bytes."""
-        q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
+        """Of q's tile, and of a stage of k and v."""
+        q_parts, v_parts = _parts(shape.d), _parts(shape.d_v)
         return tile.q * q_parts * 128, tile.k * (q_parts + v_parts) * 128
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
@@ -227,29 +227,27 @@ class ForwardSm90:
 
 
 class _BackwardSm90:
-    """What the kernels of Hopper's backward pass share. A block has 128 keys and meets 64 queries at a time.
+    """What the kernels of Hopper's backward pass share. A block meets 64 queries at a time; it has 128 keys, or half of
+    that where heads are wide.
 
     ordered: what key tiles add to d_q is added in their order, so that it has the same bits each time.
     """
 
     name: str
     folder, planned, by_key, persistent = SOURCES, True, True, False
-    TILE = Tile(64, 128)
-    MOST_D = 128
+    NARROW = 128
 
-    def __init__(self, ordered: bool = True) -> None:
+    def __init__(self, ordered: bool) -> None:
         self.ordered = ordered
 
     def unsupported(self, shape: Shape) -> str | None:
-        if max(shape.d, shape.d_v) > self.MOST_D:
-            return f"it takes head dimensions up to {self.MOST_D}, and they are {shape.d} and {shape.d_v}"
         return RUNGS["forward_sm90"].unsupported(shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return self.TILE
+        return Tile(64, 128 if max(shape.d, shape.d_v) <= self.NARROW else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
-        return self.TILE
+        return self.default_tile(_PLAIN, shape)
 
     def threads(self, tile: Tile) -> int:
         return 256
@@ -258,11 +256,9 @@ class _BackwardSm90:
         return {"SHARED_BYTES": 0, "ORDERED": self.ordered, "STAGES": self.stages(shape)}
 
     def stages(self, shape: Shape) -> int:
-        """Of k and of d_s. Larger heads leave room for one: a third of q and a second of d_q bring more."""
-        return 1 if self.is_wide(shape) else 2
-
-    def is_wide(self, shape: Shape) -> bool:
-        return max(shape.d, shape.d_v) > 64
+        """Of k, and of d_s unless heads are wide. Larger heads leave room for one: a third of q and a second of d_q
+        bring more."""
+        return 1 if max(shape.d, shape.d_v) > 64 else 2
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
@@ -283,27 +279,70 @@ class BackwardProducts(_BackwardSm90):
         return 384
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        q_parts, v_parts = -(-shape.d // 64), -(-shape.d_v // 64)
-        # Rows of 128 bytes: k, v, d_s, q, d_out. Then twice d_q, thrice shift, twice delta, barriers, room to align.
-        stages = self.stages(shape)
+        q_parts, v_parts, stages = _parts(shape.d), _parts(shape.d_v), self.stages(shape)
+        # Rows of 128 bytes: k, v, d_s, q, d_out. Then twice d_q, thrice shift, twice delta.
         rows = tile.k * (stages * q_parts + v_parts + stages) + tile.q * (3 * q_parts + 2 * v_parts)
-        wide = self.is_wide(shape)  # whose products leave the producer few registers
         return {
             **super().constants(tile, shape, cell_bytes),
-            "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 5 * 4 * tile.q + 384 + 1024,
-            "CONSUMER_REGISTERS": 240 if wide else 232,
-            "PRODUCER_REGISTERS": 24 if wide else 40,
+            "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 5 * 4 * tile.q + self.AROUND,
+            # What has but one stage has large products, which leave the producer few registers.
+            "CONSUMER_REGISTERS": 240 if stages == 1 else 232,
+            "PRODUCER_REGISTERS": 24 if stages == 1 else 40,
+        }
+
+    AROUND = 384 + 1024  # barriers and what is told beside tiles, and the room to align them
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        half = _parts(shape.d) * 32
+        return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, _up(shape.d, 16), _up(shape.d_v, 16), half})}
+
+
+class WideBackwardProducts(BackwardProducts):
+    """The same for wide heads, whose columns are halved: three parts of 64 count as four."""
+
+    name = "backward_sm90_wide"
+
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+        q_parts, v_parts = _halved(_parts(shape.d)), _halved(_parts(shape.d_v))
+        # Rows of 128 bytes: k, v, twice d_s and p, twice q, d_out. Then half of d_q, twice shift, delta.
+        rows = tile.k * (q_parts + v_parts + 4) + tile.q * (2 * q_parts + v_parts)
+        return {
+            **super().constants(tile, shape, cell_bytes),
+            "SHARED_BYTES": 128 * rows + 4 * tile.q * 32 * q_parts + 3 * 4 * tile.q + self.AROUND,
         }
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        half = -(-shape.d // 64) * 32
-        return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, _up(shape.d, 16), _up(shape.d_v, 16), half})}
+        half, v_half = (_halved(_parts(d)) * 32 for d in (shape.d, shape.d_v))
+        return {"wgmma.h": wgmma.header(shape.dtype, {tile.q // 2, half, half // 2, v_half})}
 
 
 class BackwardDQuery(_BackwardSm90):
     """Last, d_q from its sums."""
 
     name = "backward_sm90_d_query"
+
+
+class Hoppers:
+    """Hopper's backward pass: three kernels, one after the other."""
+
+    def __init__(self, ordered: bool) -> None:
+        self._first, self._last = BackwardRows(ordered), BackwardDQuery(ordered)
+        self._products = {False: BackwardProducts(ordered), True: WideBackwardProducts(ordered)}
+
+    def unsupported(self, shape: Shape) -> str | None:
+        return self._first.unsupported(shape)
+
+    def rungs(self, shape: Shape) -> tuple[Rung, Rung, Rung]:
+        return self._first, self._products[self._is_wide(shape)], self._last
+
+    def _is_wide(self, shape: Shape) -> bool:
+        return max(shape.d, shape.d_v) > _BackwardSm90.NARROW
+
+    def workspace(self, shape: Shape, q_tiles: int) -> dict[str, int]:
+        """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
+        rows = q_tiles * self._first.default_tile(_PLAIN, shape).q
+        turns = 2 * q_tiles if self._is_wide(shape) else q_tiles
+        return {"rows": 2 * rows, "sums": rows * 64 * _halved(_parts(shape.d)), "turns": turns}
 
 
 class Refine:
@@ -334,12 +373,20 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def _parts(columns: int) -> int:
+    """Of 64 columns, whose rows have 128 bytes."""
+    return -(-columns // 64)
+
+
+def _halved(parts: int) -> int:
+    return 4 if parts == 3 else parts
+
+
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
 REFINE = Refine()
 # Those of backward passes, one after the other.
 BACKWARD: tuple[Rung, ...] = (TiledDQuery(), TiledDKeys())
-BACKWARD_SM90 = (BackwardRows(), BackwardProducts(), BackwardDQuery())
-UNORDERED_SM90 = tuple(type(rung)(ordered=False) for rung in BACKWARD_SM90)
+BACKWARD_SM90, UNORDERED_SM90 = Hoppers(ordered=True), Hoppers(ordered=False)
 
 UNORDERED = "unordered"  # what can be named as a rung: the last one, with the backward pass that adds in any order
 
@@ -348,6 +395,6 @@ def named(name: str) -> Rung:
     return RUNGS["forward_sm90" if name == UNORDERED else name]
 
 
-def hoppers_backward(name: str | None) -> tuple[_BackwardSm90, ...] | None:
-    """Those of a kernel that was named so, or None if the tiled ones are its."""
+def hoppers_backward(name: str | None) -> Hoppers | None:
+    """That of a kernel that was named so, or None if the tiled ones are its."""
     return {"forward_sm90": BACKWARD_SM90, UNORDERED: UNORDERED_SM90}.get(name or "")

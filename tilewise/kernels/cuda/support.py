@@ -15,7 +15,7 @@ def unsupported(spec: Attention, shape: Shape, rung: str | None = None) -> str |
     if shape.backward and rung == "naive":
         return "it has no backward pass; 'tiled' has one"
     if shape.backward and rung == "forward_sm90":
-        reason = BACKWARD_SM90[0].unsupported(shape)
+        reason = BACKWARD_SM90.unsupported(shape)
         if reason is not None:
             return f"of the backward pass, {reason}; 'tiled' has one for all"
     if shape.backward and spec.wanted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, structs, support
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import BACKWARD, Rung, hoppers_backward, named
+from tilewise.kernels.cuda.rungs import BACKWARD, Hoppers, Rung, hoppers_backward, named
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.softmax import d_sinks
@@ -95,7 +94,7 @@ def _forward(
 
 def _backward(
     spec: Attention, q: Array, k: Array, v: Array, saved: Partial, d_out: Array, d_lse: Array | None,
-    hoppers: Sequence[Rung] | None, tile: Tile | None, order: Order, seed: int,
+    hoppers: Hoppers | None, tile: Tile | None, order: Order, seed: int,
 ) -> Grads:  # fmt: skip
     """By Hopper's kernels, or by the tiled ones, d_q first, which leaves delta to the other.
 
@@ -111,7 +110,7 @@ def _backward(
     kept = {name: _walkable(x) for name, x in {**given, **made}.items()}
     views = {name: View.of_numpy(x) for name, x in kept.items()}
     shape = Shape.of(spec, given["q"], given["k"], given["v"])
-    if hoppers is not None and hoppers[0].unsupported(shape) is None:
+    if hoppers is not None and hoppers.unsupported(shape) is None:
         _launch_sm90(hoppers, spec, shape, views, order, seed)
     else:
         _launch_tiled(spec, shape, views, tile, order, seed)
@@ -134,13 +133,15 @@ def _launch_tiled(
 
 
 def _launch_sm90(
-    rungs: Sequence[Rung], spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int
+    hoppers: Hoppers, spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int
 ) -> None:
+    rungs = hoppers.rungs(shape)
     tile = rungs[0].default_tile(spec, shape)
     by_key, by_query = (marshal.tables(spec, shape, tile, rung) for rung in (rungs[0], BACKWARD[0]))
-    if marshal.blocks(shape, by_query) == 0:
+    q_tiles = marshal.blocks(shape, by_query)
+    if q_tiles == 0:
         return
-    numbers = marshal.workspace(shape, by_query, tile)
+    numbers = hoppers.workspace(shape, q_tiles)
     space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
     space["next_item"] = np.zeros(1, np.int32)
     copied = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)

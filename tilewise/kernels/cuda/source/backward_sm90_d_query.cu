@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constan
     const int b = head / params.heads, h = head % params.heads;
     const int half = threadIdx.x / 128, lane = threadIdx.x % 32, quarter = lane % 4;
     const int64 at = tile_of(launch, b, h, tile);
-    const bool any = !ORDERED || launch.turns[at] > 0;  // else the query tile met no key tile, and nothing was stored
+    const bool any = !ORDERED || launch.turns[at * TURNS] > 0;  // else the query tile met no key tile, and nothing was stored
     const float4* const sums = reinterpret_cast<const float4*>(launch.sums + (at * 2 + half) * (HALF_BYTES / 4)) + threadIdx.x % 128;
     float held[HALF / 8][4];
 #pragma unroll

@@ -4,14 +4,24 @@
 
 #include "sm90_tiles.h"
 
-constexpr int K_BYTES = TILE_K * Q_PARTS * ROW_BYTES, V_BYTES = TILE_K * V_PARTS * ROW_BYTES,
-              Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, O_BYTES = TILE_Q * V_PARTS * ROW_BYTES,
+// Two warpgroups compute, each with 64 keys. If heads are wide, they have the same 64 keys, and each half of the columns.
+constexpr int WARPGROUPS = 2, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
+constexpr bool WIDE = TILE_K == 64;
+static_assert(TILE_Q == PART && (WIDE || TILE_K == 128), "scores of a key are one row of 128 bytes");
+constexpr int QUERIES = WIDE ? TILE_Q / 2 : TILE_Q;  // of which a warpgroup has scores
+
+// Columns are halved, so that three parts count as four: what is beyond the last is 0.
+__host__ __device__ constexpr int halved(int parts) { return parts == 3 ? 4 : parts; }
+constexpr int K_PARTS = halved(Q_PARTS), O_PARTS = halved(V_PARTS);  // of q and k, of d_out and v
+constexpr int K_BYTES = TILE_K * K_PARTS * ROW_BYTES, V_BYTES = TILE_K * O_PARTS * ROW_BYTES,
+              Q_BYTES = TILE_Q * K_PARTS * ROW_BYTES, O_BYTES = TILE_Q * O_PARTS * ROW_BYTES,
               S_BYTES = TILE_K * ROW_BYTES, ROWS_BYTES = TILE_Q * 4;
-constexpr int K_STAGES = STAGES, S_STAGES = STAGES, Q_STAGES = 3;
-constexpr int HALF = Q_PARTS * PART / 2;  // columns of d_q that a warpgroup computes
-constexpr int HALF_BYTES = TILE_Q * HALF * 4;
-constexpr int WARPGROUPS = TILE_K / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
-static_assert(TILE_Q == PART && WARPGROUPS == 2, "scores of a key are one row of 128 bytes, and d_q has two halves");
+constexpr int K_STAGES = STAGES, S_STAGES = WIDE ? 2 : STAGES, P_STAGES = WIDE ? 2 : 0, Q_STAGES = WIDE ? 2 : 3,
+              O_STAGES = WIDE ? 1 : 2;
+// d_q of a step goes to its sums in pieces: a half of the columns, or, if heads are wide, a quarter.
+constexpr int HALF = K_PARTS * PART / 2, PIECE = WIDE ? HALF / 2 : HALF;
+constexpr int HALF_BYTES = TILE_Q * HALF * 4, PIECE_BYTES = TILE_Q * PIECE * 4;
+constexpr int TURNS = WIDE ? 2 : 1;  // of each query tile: halves of wide heads have their own
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Launch {  // as in ../structs.py
@@ -22,7 +32,7 @@ struct Launch {  // as in ../structs.py
     const Run* runs;
     float* rows;  // of each query tile of each head: -lse, by which exponents are shifted, then -delta, with which d_p begins
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
-    int* turns;  // of each of those: how many key tiles were added
+    int* turns;  // of each of those, or of each half: how many key tiles were added
     int q_tiles;
     int* next_item;
     int items, section, sections;  // as in sm90.h, of key tiles and key heads
@@ -131,10 +141,10 @@ struct Shared {
     uint32 base;
     unsigned char* memory;
 
-    static constexpr int V = K_STAGES * K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES, D_S = D_OUT + 2 * O_BYTES,
-                         D_Q = D_S + S_STAGES * S_BYTES, SHIFT = D_Q + 4 * HALF_BYTES,
-                         DELTA = SHIFT + Q_STAGES * ROWS_BYTES, BARRIERS = DELTA + 2 * ROWS_BYTES, ITEM = BARRIERS + 192,
-                         MEETING = ITEM + 64, ADDITION = MEETING + 64, END = BARRIERS + 384;
+    static constexpr int V = K_STAGES * K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES,
+                         D_S = D_OUT + O_STAGES * O_BYTES, P = D_S + S_STAGES * S_BYTES, D_Q = P + P_STAGES * S_BYTES,
+                         SHIFT = D_Q + (WIDE ? 2 : 4) * PIECE_BYTES, DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
+                         BARRIERS = DELTA + O_STAGES * ROWS_BYTES, ITEM = BARRIERS + 192, MEETING = ITEM + 64, ADDITION = MEETING + 64, END = BARRIERS + 384;
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
         const uint32 at = hw::shared_address(given);
@@ -146,7 +156,10 @@ struct Shared {
     __device__ __forceinline__ uint32 q(int stage) const { return base + Q + stage * Q_BYTES; }
     __device__ __forceinline__ uint32 d_out(int stage) const { return base + D_OUT + stage * O_BYTES; }
     __device__ __forceinline__ uint32 d_s(int stage) const { return base + D_S + stage * S_BYTES; }
-    __device__ __forceinline__ uint32 d_q(int storer, int half) const { return base + D_Q + (storer * 2 + half) * HALF_BYTES; }
+    __device__ __forceinline__ uint32 p(int stage) const { return base + P + stage * S_BYTES; }
+    __device__ __forceinline__ uint32 d_q(int storer, int piece) const {
+        return base + D_Q + (WIDE ? storer : storer * 2 + piece) * PIECE_BYTES;
+    }
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
@@ -164,7 +177,7 @@ struct Shared {
         int turn, unused;
     };
     static_assert(K_STAGES * sizeof(Item) <= MEETING - ITEM && Q_STAGES * sizeof(Meeting) <= ADDITION - MEETING &&
-                  2 * sizeof(Addition) <= END - ADDITION, "all have room");
+                  O_STAGES * sizeof(Addition) <= END - ADDITION, "all have room");
     __device__ __forceinline__ volatile Item& item(int stage) const {
         return reinterpret_cast<volatile Item*>(memory + ITEM)[stage];
     }
@@ -206,7 +219,7 @@ struct Shared {
         }
         for (int stage = 0; stage < 2; stage++) {
             hw::mbarrier_init(d_out_full(stage), 1);
-            hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS + 1);  // and the storer, which reads the addition
+            hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS + TURNS);  // and the storers that read the addition
             hw::mbarrier_init(tail(stage), 1);
             hw::mbarrier_init(d_q_free(stage), 1);
             hw::mbarrier_init(d_s_full(stage), CONSUMER_WARPS);
@@ -215,8 +228,8 @@ struct Shared {
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: a warpgroup has written its d_s, or both have; a warpgroup's half of d_q for a storer; the first leads.
+    // Named barriers: a warpgroup has written its d_s, or both have; a piece of d_q for a storer; the first leads.
     static __device__ __forceinline__ int d_s_written(int warpgroup) { return 1 + warpgroup; }
-    static __device__ __forceinline__ int d_q_written(int storer, int half) { return 3 + storer * 2 + half; }
+    static __device__ __forceinline__ int d_q_written(int storer, int piece) { return 3 + storer * 2 + piece; }
     static constexpr int FIRST_LEADS = 7;
 };

@@ -84,7 +84,7 @@ struct Loader {
                 told.visits = visits;
             }
             // 1 load k
-            load<TILE_K, Q_PARTS>(shared.k(k_ring.stage), &launch.k, shared.k_full(k_ring.stage),
+            load<TILE_K, K_PARTS>(shared.k(k_ring.stage), &launch.k, shared.k_full(k_ring.stage),
                                   sequence.k_begin + item.j * TILE_K, item.hk, item.b, sequence.n_k - item.j * TILE_K);
             k_ring.advance();
             // for each q tile of the schedule: q
@@ -97,7 +97,7 @@ struct Loader {
                     meeting.h = at.h;
                     meeting.kind = at.kind;
                 }
-                load<TILE_Q, Q_PARTS>(shared.q(q_ring.stage), &launch.q, shared.q_full(q_ring.stage), place.first_query, at.h,
+                load<TILE_Q, K_PARTS>(shared.q(q_ring.stage), &launch.q, shared.q_full(q_ring.stage), place.first_query, at.h,
                                       at.b, place.left, place.rows, shared.shift(q_ring.stage));
                 q_ring.advance();
             }
@@ -107,7 +107,7 @@ struct Loader {
     __device__ __forceinline__ void bring_values() {
         Ring<K_STAGES> k_ring;
         Ring<1> v_ring;
-        Ring<2> o_ring;
+        Ring<O_STAGES> o_ring;
         v_ring.parity = o_ring.parity = 1;
         while (true) {
             wait_together(shared.k_full(k_ring.stage), k_ring.parity);
@@ -120,7 +120,7 @@ struct Loader {
             v_ring.advance();
             // 1 load v
             const Sequence& sequence = params.sequences[item.sequence];
-            load<TILE_K, V_PARTS>(shared.v(), &launch.v, shared.v_full(), sequence.k_begin + item.j * TILE_K, item.hk, item.b,
+            load<TILE_K, O_PARTS>(shared.v(), &launch.v, shared.v_full(), sequence.k_begin + item.j * TILE_K, item.hk, item.b,
                                   sequence.n_k - item.j * TILE_K);
             // for each q tile of the schedule: d_out
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
@@ -133,7 +133,7 @@ struct Loader {
                     shared.addition(o_ring.stage).tile = tile;
                     shared.addition(o_ring.stage).turn = turn;
                 }
-                load<TILE_Q, V_PARTS>(shared.d_out(o_ring.stage), &launch.d_out, shared.d_out_full(o_ring.stage),
+                load<TILE_Q, O_PARTS>(shared.d_out(o_ring.stage), &launch.d_out, shared.d_out_full(o_ring.stage),
                                       place.first_query, at.h, at.b, place.left, place.rows + TILE_Q,
                                       shared.delta(o_ring.stage));
                 o_ring.advance();
@@ -142,9 +142,10 @@ struct Loader {
     }
 };
 
-// Two warps take turns: one adds d_q of even steps to the sums, the other of odd ones, each from a place of its own: while one
-// waits until it is this key tile's turn, if they have any, or for the copy engine, the other's work goes on. The first key
-// tile of a query tile need not add. Who owes others a turn waits for nothing but the copy engine.
+// Two warps add d_q to the sums, each from a place of its own. One has even steps, the other odd ones: while one waits until it
+// is this key tile's turn, if they have any, or for the copy engine, the other's work goes on. If heads are wide, each has a
+// half of every step, and its place is for a piece at a time. The first key tile of a query tile need not add. Who owes others
+// a turn waits for nothing but the copy engine.
 struct Storer {
     const Launch& launch;
     const Shared& shared;
@@ -156,7 +157,7 @@ struct Storer {
 
     __device__ __forceinline__ void run() const {
         Ring<K_STAGES> k_ring;
-        uint32 step = number, steps = 0;  // the next of this one's, and all of the key tiles until now
+        uint32 step = WIDE ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
         while (true) {
             hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
             const int j = shared.item(k_ring.stage).j;
@@ -165,36 +166,41 @@ struct Storer {
             __syncwarp();  // all lanes have read the item
             if (leads) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
             k_ring.advance();
-            for (; int(steps - step) > 0; step += 2) add(step / 2 % 2);
+            for (; int(steps - step) > 0; step += WIDE ? 1 : 2) add(step);
         }
     }
-    __device__ __forceinline__ void add(uint32 parity) const {
-        hw::mbarrier_wait(shared.d_out_full(number), parity);
-        int64 tile = 0;
+    __device__ __forceinline__ void add(uint32 step) const {
+        const int stage = WIDE ? 0 : number;
+        hw::mbarrier_wait(shared.d_out_full(stage), step / O_STAGES % 2);
+        int64 tile = 0;  // or, if heads are wide, half of one
         int turn = 0;
         if (leads) {
-            tile = shared.addition(number).tile;
-            turn = shared.addition(number).turn;
-            hw::mbarrier_arrive(shared.d_out_free(number));
+            tile = shared.addition(stage).tile * TURNS + (WIDE ? number : 0);
+            turn = shared.addition(stage).turn;
+            hw::mbarrier_arrive(shared.d_out_free(stage));
             if (ORDERED) take(launch.turns + tile, turn);
         }
         __syncwarp();
-        for (int half = 0; half < 2; half++) {
-            hw::barrier_sync(Shared::d_q_written(number, half), 160);
-            if (leads) add_half(launch.sums + (tile * 2 + half) * (HALF_BYTES / 4), shared.d_q(number, half), turn == 0);
+        for (int piece = 0; piece < 2; piece++) {
+            hw::barrier_sync(Shared::d_q_written(number, piece), 160);
+            if (leads) {
+                add_piece(launch.sums + (tile * 2 + piece) * (PIECE_BYTES / 4), shared.d_q(number, piece), turn == 0);
+                if (WIDE || piece == 1) let_go();
+            }
             __syncwarp();
         }
-        if (leads) {
-            hw::tma_store_commit();
-            hw::tma_store_wait<0>();
-            hw::mbarrier_arrive(shared.d_q_free(number));
-            if (ORDERED) give_away(launch.turns + tile);
-        }
+        if (ORDERED && leads) give_away(launch.turns + tile);
         __syncwarp();
     }
-    __device__ __forceinline__ void add_half(float* to, uint32 from, bool is_first) const {
-        if (is_first) hw::bulk_store(to, from, HALF_BYTES);
-        else hw::bulk_add(to, from, HALF_BYTES);
+    __device__ __forceinline__ void add_piece(float* to, uint32 from, bool is_first) const {
+        if (is_first) hw::bulk_store(to, from, PIECE_BYTES);
+        else hw::bulk_add(to, from, PIECE_BYTES);
+    }
+    // When the copy engine has read it.
+    __device__ __forceinline__ void let_go() const {
+        hw::tma_store_commit();
+        hw::tma_store_wait<0>();
+        hw::mbarrier_arrive(shared.d_q_free(number));
     }
     __device__ __forceinline__ void take(const int* turns, int turn) const {
         hw::wait_for_number(turns, turn);
@@ -207,3 +213,20 @@ struct Storer {
         hw::add_release(turns, 1);
     }
 };
+
+template <class Consumer> __device__ __forceinline__ void produce_and_consume(const Launch& launch, unsigned char* memory) {
+    const Shared shared(memory);
+    if (threadIdx.x == 0) shared.init_barriers();
+    __syncthreads();
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+    if (warpgroup == 0) {
+        hw::registers_give_back<PRODUCER_REGISTERS>();
+        const int warp = threadIdx.x / 32;
+        if (warp == 0) Loader(launch, shared).bring_keys_and_queries();
+        if (warp == 1) Loader(launch, shared).bring_values();
+        if (warp >= 2) Storer(launch, shared, warp - 2).run();
+    } else {
+        hw::registers_take<CONSUMER_REGISTERS>();
+        Consumer(launch, shared, warpgroup - 1).run();
+    }
+}
