@@ -33,12 +33,10 @@ from tilewise import dispatch
 from tilewise.bench.gpu.cases import VARIANTS, Case, Inputs, sets
 from tilewise.bench.gpu.contestants import CUDNN, FLASH, Entry, entered, find
 from tilewise.bench.gpu.timing import GpuClock, Settings, rounds
-from tilewise.derivative import score_slopes
-from tilewise.expr import S
 from tilewise.kernels.cuda import compiler, source
-from tilewise.kernels.cuda.choice import HOPPER, source_of
+from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
 from tilewise.kernels.cuda.rungs import BACKWARD_SM90
-from tilewise.kernels.cuda.source import Source, assembled
+from tilewise.kernels.cuda.source import Source
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape
 from tilewise.validate import prepare
@@ -83,12 +81,7 @@ def compile_ahead(name: str, folder: Path | None, case: Case) -> None:
 
 def _sources(spec: Attention, shape: Shape, backward: bool) -> list[Source]:
     made = [source_of(spec, shape, HOPPER)]
-    if backward:
-        slope = score_slopes(spec)[S]
-        rungs = BACKWARD_SM90.rungs(shape)
-        tile = rungs[0].default_tile(spec, shape)
-        made += [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung in rungs]
-    return made
+    return [*made, *backward_sources_of(BACKWARD_SM90, spec, shape)] if backward else made
 
 
 def _shape(case: Case) -> Shape:

@@ -9,7 +9,7 @@ import torch
 import tilewise as tw
 from tilewise import dispatch
 from tilewise.schedule import Kind
-from tilewise.spec import Attention, Shape
+from tilewise.spec import Attention, Shape, Tile
 
 
 def _inputs(n: int = 1024) -> list[np.ndarray]:
@@ -23,7 +23,8 @@ def test_it_tells_the_kernel_and_the_plan() -> None:
     assert told.plan is not None
     assert told.plan.counts[Kind.EMPTY] > 0
     text = str(told)
-    for part in ("batch 2, heads 4, queries 1024", f"kernel: {first}", "mask: (K <= Q", "EMPTY", "slow-memory traffic"):
+    parts = "batch 2, heads 4, queries 1024", f"kernel: {first}", "mask: (K <= Q", "EMPTY", "slow-memory traffic"
+    for part in (*parts, f"gradients: {first}"):
         assert part in text
 
 
@@ -55,16 +56,23 @@ class _Picky:
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         return "it has no backward pass" if shape.backward else None if spec.mask is None else "it knows no masks"
 
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return Tile()
+
 
 def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     numpy_kernel = dispatch.kernel("numpy")
     monkeypatch.setattr(dispatch, "NAMES", ("picky", "numpy"))
+    monkeypatch.setattr(dispatch, "TRAINING", ("picky", "numpy"))
     monkeypatch.setattr(dispatch, "kernel", lambda name: _Picky() if name == "picky" else numpy_kernel)
     shape = Shape(1, 1, 1, 8, 8, 4, 4)
     assert dispatch.resolve("auto", Attention(1.0), shape).name == "picky"
     assert dispatch.resolve("auto", Attention(1.0, tw.causal()), shape).name == "numpy"
     backward = Shape(1, 1, 1, 8, 8, 4, 4, backward=True)
     assert dispatch.resolve("auto", Attention(1.0), backward).name == "numpy"
+    told = tw.explain(*_inputs(8))
+    assert (told.kernel, told.gradients) == ("picky", "numpy")
+    assert "gradients: numpy\n  not picky: it has no backward pass" in str(told)
 
 
 def test_a_named_system_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,8 @@ NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
 DECODING = ("cpu", "numpy", "triton", "cuda")
+# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler.
+TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 
 
@@ -149,7 +151,11 @@ def _decodes(kind: type) -> bool:
 
 def reasons(spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> dict[str, str | None]:
     """For each kernel system in order, or each of these: why it cannot compute this call, or None if it can."""
-    return {name: reason(name, spec, shape) for name in names or NAMES}
+    return {name: reason(name, spec, shape) for name in names or _in_order(shape)}
+
+
+def _in_order(shape: Shape) -> Sequence[str]:
+    return TRAINING if shape.backward else NAMES
 
 
 def reason(name: str, spec: Attention, shape: Shape) -> str | None:
@@ -176,7 +182,7 @@ def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | Non
         if told is not None:
             raise Unsupported(f"kernel {name!r} cannot compute this call: {told}")
         return kernel(name)
-    for candidate in names or NAMES:
+    for candidate in names or _in_order(shape):
         if reason(candidate, spec, shape) is None:
             if candidate == "numpy":
                 _say_that_it_is_slow(kernel("cpu").unavailable())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,31 +25,52 @@ class Explanation:
     shape: Shape
     plan: Plan | None  # None: the arrays it depends on are not in main memory
     choice: str | None = None  # what the kernel system chose beside the tile
+    gradients: str | None = None  # the kernel system or rung that would compute them
+    gradient_reasons: dict[str, str | None] = field(default_factory=dict)  # as for the forward pass
 
     def __str__(self) -> str:
-        lines = [describe(self.spec, self.shape), f"kernel: {self.kernel or 'none can compute this call'}"]
-        for name, reason in self.reasons.items():
-            if name != self.kernel:
-                lines.append(f"  not {name}: {reason or f'it could, but {self.kernel} comes first or was asked for'}")
+        lines = [describe(self.spec, self.shape), *_told("kernel", self.kernel, self.reasons)]
         if self.choice is not None:
             lines.append(f"choice: {self.choice}")
+        lines += _told("gradients", self.gradients, _before(self.gradients, self.gradient_reasons))
         if self.plan is not None:
             lines.append(describe_plan(self.plan))
         return "\n".join(lines)
 
 
+def _told(what: str, taken: str | None, reasons: dict[str, str | None]) -> list[str]:
+    others = {name: reason for name, reason in reasons.items() if name != taken}
+    return [f"{what}: {taken or 'none can compute this call'}"] + [
+        f"  not {name}: {reason or f'it could, but {taken} comes first or was asked for'}"
+        for name, reason in others.items()
+    ]
+
+
+def _before(taken: str | None, reasons: dict[str, str | None]) -> dict[str, str | None]:
+    """Of those that come first."""
+    names = list(reasons)
+    return {name: reasons[name] for name in (names if taken is None else names[: names.index(taken)])}
+
+
 def explain_call(call: Call, kernel: str) -> Explanation:
     """What resolve would answer, without raising: a call that nothing can compute is explained too."""
     dispatch.check_name(kernel)
-    reasons = dispatch.reasons(call.spec, call.shape)
-    if kernel != "auto" and kernel not in reasons:  # a rung, or a simulator
-        reasons = {kernel: dispatch.reason(kernel, call.spec, call.shape), **reasons}
-    able = [name for name, reason in reasons.items() if reason is None and kernel in ("auto", name)]
-    system = dispatch.kernel(able[0]) if able else None
+    taken, reasons = _taken(kernel, call.spec, call.shape)
+    system = dispatch.kernel(taken) if taken else None
     tile = system.default_tile(call.spec, call.shape) if system else Tile()
     made = plan(call.spec, call.shape, tile) if call.shape.device == "cpu" else None
     choice = system.choice(call.spec, call.shape) if isinstance(system, dispatch.Chooses) else None
-    return Explanation(able[0] if able else None, reasons, call.spec, call.shape, made, choice)
+    gradients = _taken(kernel, call.spec, replace(call.shape, backward=True))
+    return Explanation(taken, reasons, call.spec, call.shape, made, choice, *gradients)
+
+
+def _taken(kernel: str, spec: Attention, shape: Shape) -> tuple[str | None, dict[str, str | None]]:
+    """Who computes it, and why each could not."""
+    reasons = dispatch.reasons(spec, shape)
+    if kernel != "auto" and kernel not in reasons:  # a rung, or a simulator
+        reasons = {kernel: dispatch.reason(kernel, spec, shape), **reasons}
+    able = (name for name, reason in reasons.items() if reason is None and kernel in ("auto", name))
+    return next(able, None), reasons
 
 
 def describe(spec: Attention, shape: Shape) -> str:

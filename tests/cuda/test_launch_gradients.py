@@ -33,7 +33,15 @@ BY_HOPPER = ["backward_sm90_rows", "backward_sm90", "backward_sm90_d_query"]
         ("cuda/tiled", TILED, ["tiled_d_query", "tiled_d_keys"]),
         ("cuda/tiled", HOPPER, ["tiled_d_query", "tiled_d_keys"]),
         ("cuda/forward_sm90", HOPPER, BY_HOPPER),
+        (
+            "cuda/forward_sm90",
+            {**HOPPER, "d": 136},
+            ["backward_sm90_rows", "backward_sm90_wide", "backward_sm90_d_query"],
+        ),
         ("cuda/unordered", HOPPER, BY_HOPPER),
+        ("cuda", TILED, ["tiled_d_query", "tiled_d_keys"]),
+        ("cuda", HOPPER, BY_HOPPER),
+        ("auto", HOPPER, BY_HOPPER),
     ],
 )
 def test_gradients(kernel: str, kind: dict[str, Any], launched: list[str], fake_gpu: FakeGpu) -> None:

@@ -11,7 +11,7 @@ from tilewise import arrays
 from tilewise.kernels.cuda import support
 from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import UNORDERED_SM90, Rung, hoppers_backward, named
+from tilewise.kernels.cuda.rungs import BACKWARD_SM90, UNORDERED_SM90, Hoppers, Rung, hoppers_backward, named
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
@@ -38,20 +38,18 @@ class CudaKernel:
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         if not shape.device.startswith("cuda"):
             return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
-        capability = sys.modules["torch"].cuda.get_device_capability(shape.device)
+        capability = _capability(shape)
         if capability < OLDEST:
             return f"it needs compute capability {OLDEST[0]}.{OLDEST[1]}, and {shape.device} has {capability}"
         if self.rung is not None and self.rung.persistent and capability != HOPPER:
             return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, and {shape.device} has {capability}"
-        if shape.backward and self.rung is None:
-            return "its backward passes, 'cuda/tiled' and 'cuda/forward_sm90', are taken if named; 'triton' has one too"
         if shape.backward and spec.batch_invariant and self._backward is UNORDERED_SM90:
             return "it adds gradients of q in any order, and batch_invariant wants one; 'cuda/forward_sm90' has it"
         rung = None if self.rung is None else self.rung.name
         return support.unsupported(spec, shape, rung) or (None if self.rung is None else self.rung.unsupported(shape))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        rung = self.rung or suited(shape, sys.modules["torch"].cuda.get_device_capability(shape.device))
+        rung = self.rung or suited(shape, _capability(shape))
         return rung.default_tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
@@ -102,8 +100,21 @@ class CudaKernel:
         from tilewise.kernels.cuda import gpu
         from tilewise.kernels.cuda.backward import prepared
 
+        hoppers = self._hoppers(Shape.of(spec, q, k, v))
         with gpu.as_current(q.get_device()):
-            return prepared(spec, q, k, v, saved, d_out, d_lse, loaded_on(spec, q.device), self._backward, tile)
+            return prepared(spec, q, k, v, saved, d_out, d_lse, loaded_on(spec, q.device), hoppers, tile)
+
+    def _hoppers(self, shape: Shape) -> Hoppers | None:
+        """Hopper's backward pass, if it is this kernel's, or if none was named and it can; else the tiled one."""
+        if self.rung is not None:
+            return self._backward
+        able = _capability(shape) == HOPPER and BACKWARD_SM90.unsupported(shape) is None
+        return BACKWARD_SM90 if able else None
+
+
+def _capability(shape: Shape) -> tuple[int, int]:
+    found: tuple[int, int] = sys.modules["torch"].cuda.get_device_capability(shape.device)
+    return found
 
 
 @cache

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from tilewise.derivative import score_slopes
 from tilewise.dispatch import Unsupported
+from tilewise.expr import S
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
-from tilewise.kernels.cuda.rungs import RUNGS, Rung
+from tilewise.kernels.cuda.rungs import RUNGS, Hoppers, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.spec import Attention, Shape
 
@@ -33,3 +35,10 @@ def source_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> Sou
     rung = suited(shape, capability)
     tile = rung.fitting(rung.default_tile(spec, shape), shape)
     return assembled(rung, spec, shape, tile)[0]
+
+
+def backward_sources_of(hoppers: Hoppers, spec: Attention, shape: Shape) -> list[Source]:
+    """Those of Hopper's kernels of the backward pass, in their order."""
+    slope, rungs = score_slopes(spec)[S], hoppers.rungs(shape)
+    tile = rungs[0].default_tile(spec, shape)
+    return [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung in rungs]

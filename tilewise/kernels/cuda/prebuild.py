@@ -10,7 +10,8 @@ from itertools import product
 
 from tilewise.expr import Expr, K, Q
 from tilewise.kernels.cuda import compiler
-from tilewise.kernels.cuda.choice import HOPPER, source_of
+from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
+from tilewise.kernels.cuda.rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.source import Source
 from tilewise.spec import Attention, Shape
 from tilewise.variants.causal import causal
@@ -27,10 +28,12 @@ def masks() -> list[Expr | None]:
 
 
 def common() -> list[Source]:
+    """Of both passes."""
     found: dict[str, Source] = {}
     for d, dtype, n, mask in product(DIMENSIONS, DTYPES, LENGTHS, masks()):
-        source = source_of(Attention(d**-0.5, mask), Shape(1, 1, 1, n, n, d, d, dtype), HOPPER)
-        found[source.text] = source
+        spec, shape = Attention(d**-0.5, mask), Shape(1, 1, 1, n, n, d, d, dtype)
+        sources = [source_of(spec, shape, HOPPER), *backward_sources_of(BACKWARD_SM90, spec, shape)]
+        found |= {source.text: source for source in sources}
     return list(found.values())
 
 
