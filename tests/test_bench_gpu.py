@@ -468,7 +468,9 @@ def test_first_calls_have_processes_and_caches_of_their_own(fake_stage: None, mo
     assert section.who("cpu", small("causal", backward=True)) == ["tilewise triton"]
     monkeypatch.setattr(suite.Section, "who", lambda self, kernel, case: ["tilewise cpu"])
     with run.Suite("cpu", Settings(rounds=5)) as playing:
-        forward, backward = playing.section(section, cases_of, {"quick": False})["records"]
+        results = playing.section(section, cases_of, {"quick": False})
+    assert results["method"] == {"rounds": first.MOST_ROUNDS}
+    forward, backward = results["records"]
     for r in (forward, backward):
         assert r["status"] == "ok" and r["compiled"] == 1 and r["how"] == "first call", r
         assert r["rounds_ms"] == [3000.0, 3000.0] and r["warm_rounds_ms"] == [2000.0, 2000.0]  # no file is left over

@@ -202,6 +202,7 @@ def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Pat
         assert "| forward, d 64: geometric mean to the best peer | 1.50x | at least 1.10x | ✓ |" in text
         assert "/gpu/forward.png)" in text and "Fake H200" in text
     assert "| causal, d 64, n 512 | 500 | 333 | 333 | - | 1.50x |" in performance
+    assert "| tilewise triton, causal, d 128, n 2048, forward and backward | " in performance
     assert "From `results/gpu/launch.json`, 2026-11-15. Microseconds until a call returns." in performance
 
 

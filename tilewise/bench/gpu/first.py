@@ -13,6 +13,7 @@ from tilewise.bench.gpu import cases, judge
 from tilewise.bench.gpu.cases import Case, Inputs
 from tilewise.bench.gpu.contestants import Entry, find
 from tilewise.bench.gpu.stage import Record, blank, judged
+from tilewise.bench.gpu.timing import Settings
 from tilewise.bench.process import Child
 from tilewise.bench.refusal import RefusedError
 
@@ -53,10 +54,14 @@ def _out(entry: Entry, case: Case, inputs: Inputs) -> Any:
     return torch.autograd.grad(out, inputs.wanted, inputs.d_out) if case.backward else out
 
 
-def measured(case: Case, name: str, rounds: int) -> Record:
+def rounds(settings: Settings) -> int:
+    return min(settings.rounds, MOST_ROUNDS)
+
+
+def measured(case: Case, name: str, count: int) -> Record:
     """median_ms is of the empty cache, warm_ms of the filled one. A process that fails is a result, too."""
     try:
-        tries = [_cold_and_warm(case, name) for _ in range(min(rounds, MOST_ROUNDS))]
+        tries = [_cold_and_warm(case, name) for _ in range(count)]
     except RefusedError as error:
         return blank(case, name, find(name).ours, error)
     cold, warm = ([pair[i][0] for pair, _ in tries] for i in (0, 1))

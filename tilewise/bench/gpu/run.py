@@ -67,7 +67,7 @@ class Suite:
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "machine": {**self._about, **limits},
             "source": revision(),
-            "method": asdict(self.settings),
+            "method": self._method(section),
             "options": {"section": section.name, **options},
             "missing": {name: public(reason) for name, reason in missing.items()},
             "records": records,
@@ -83,7 +83,10 @@ class Suite:
             return [blank(case, name, find(name).ours, error) for name in who]
 
     def _first(self, case: Case, who: list[str]) -> list[Record]:
-        return [first.measured(case, name, self.settings.rounds) for name in who]
+        return [first.measured(case, name, first.rounds(self.settings)) for name in who]
+
+    def _method(self, section: Section) -> dict[str, Any]:
+        return {"rounds": first.rounds(self.settings)} if section.first else asdict(self.settings)
 
     def _ask(self, method: str, *args: Any) -> Any:
         if self._child is None or not self._child.alive:
