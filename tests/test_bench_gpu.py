@@ -479,9 +479,9 @@ def test_first_calls_have_processes_and_caches_of_their_own(fake_stage: None, mo
 
 
 def test_a_first_call_that_fails_is_a_result() -> None:
-    found = first.measured(small("full"), "tilewise cpu", 1)  # of the caller that needs a GPU
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
+    found = first.measured(small("full"), "tilewise cpu", 1)
     assert found["status"] == "failed" and found["median_ms"] is None
 
 
