@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from tests import fake_stage as fakes  # noqa: E402
 from tilewise import cli  # noqa: E402
-from tilewise.bench.gpu import cases, contestants, run, suite, targets, timing  # noqa: E402
+from tilewise.bench.gpu import cases, contestants, first, run, suite, targets, timing  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
 from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLASH_ORDERED, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
 from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients  # noqa: E402
@@ -40,6 +41,15 @@ def measure(case: Case, *who: str, host: bool = False) -> dict[str, dict[str, An
     return {r["contestant"].rpartition(":")[2]: r for r in found}
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> None:
+    """A module of these attributes, and the packages around it."""
+    module = type(sys)(name)
+    vars(module).update(attributes)
+    parts = name.split(".")
+    for i in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:i]), module)
+
+
 @pytest.fixture(autouse=True)
 def _working_device() -> Any:
     fakes.broken.clear()
@@ -54,8 +64,8 @@ def test_the_sections_are_what_the_command_offers() -> None:
     assert tuple(suite.SECTIONS) == command.GPU_SECTIONS
     assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
-        "forward": 36, "stress": 8, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
-        "units": 6, "triton": 18, "backward": 22, "gradients": 24, "decode": 3, "launch": 1,
+        "forward": 36, "stress": 32, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
+        "units": 7, "triton": 18, "backward": 22, "gradients": 24, "decode": 3, "launch": 1, "first": 19,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -98,9 +108,9 @@ def test_hard_inputs_are_hard() -> None:
         for inputs in ("normal", "falling", "rising", "x64")
     )
     assert torch.equal(x64.q @ x64.k.mT, 64 * (normal.q @ normal.k.mT))
-    for hard, first, last in ((falling, 12.0, 0.02), (rising, 0.02, 12.0)):
+    for hard, begin, end in ((falling, 12.0, 0.02), (rising, 0.02, 12.0)):
         scale = (hard.k / normal.k).float()[0, 0].median(-1).values
-        assert scale[0] == pytest.approx(first, rel=0.02) and scale[-1] == pytest.approx(last, rel=0.02)
+        assert scale[0] == pytest.approx(begin, rel=0.02) and scale[-1] == pytest.approx(end, rel=0.02)
 
 
 # -- judgement --------------------------------------------------------------------------------------------------------
@@ -175,19 +185,83 @@ def test_flash_attention_is_asked_in_its_own_layout(monkeypatch: pytest.MonkeyPa
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return out.transpose(1, 2), None
 
-    module = type(sys)("flash_attn.cute.interface")
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    for name in ("flash_attn", "flash_attn.cute", module.__name__):
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(monkeypatch, "flash_attn.cute.interface", flash_attn_func=flash_attn_func)
     case = small("causal")
     assert contestants.find(FLASH).missing() is None
     assert measure(case, FLASH)[FLASH]["status"] == "ok"
     assert measure(small("window 256"), FLASH) and measure(small("softcap"), FLASH)
     assert asked[0] == {"causal": True} and {"causal": True, "window_size": (256, 0)} in asked
     assert {"causal": True, "softcap": cases.CAP} in asked
-    assert measure(small("bias"), FLASH)[FLASH]["status"] == "cannot express"
+    assert measure(small("bias"), FLASH)[FLASH]["status"] == "failed"  # for its compiler is not there
+    refused = measure(small("bias", backward=True), FLASH)[FLASH]
+    assert (refused["status"], refused["reason"]) == (
+        "cannot express",
+        "its backward pass has no gradient of aux_tensors",
+    )
     assert measure(replace(case, backward=True), FLASH_ORDERED)[FLASH_ORDERED]["status"] == "ok"
     assert asked[-1] == {"causal": True, "deterministic": True}
+
+
+class Words(torch.Tensor):  # type: ignore[misc]
+    """What CuTe calls a tensor in registers, as far as functions of scores use one."""
+
+    def load(self) -> Any:
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.fixture
+def flash_functions(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of FlashAttention-4's functions, by PyTorch's numbers in place of CuTe's."""
+    stand_in(
+        monkeypatch,
+        "cutlass.cute",
+        jit=lambda function: function,
+        make_rmem_tensor=lambda count, dtype: torch.zeros(count, dtype=dtype),
+        recast_tensor=lambda x, dtype: x.view(dtype).as_subclass(Words),
+        Float32=torch.float32,
+        Int32=torch.int32,
+        BFloat16=torch.bfloat16,
+    )
+    monkeypatch.setattr(sys.modules["cutlass"], "cute", sys.modules["cutlass.cute"], raising=False)
+    stand_in(
+        monkeypatch,
+        "flash_attn.cute.compute_block_sparsity",
+        compute_block_sparsity=lambda *arguments: arguments,
+        scalar_to_ssa=lambda x, dtype: torch.tensor([x], dtype=dtype),
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.utils", sys.modules["flash_attn.cute.compute_block_sparsity"])
+    monkeypatch.delitem(sys.modules, "tilewise.bench.gpu.flash", raising=False)
+    yield importlib.import_module("tilewise.bench.gpu.flash")
+    sys.modules.pop("tilewise.bench.gpu.flash")
+
+
+@pytest.mark.parametrize("variant", ["alibi", "bias", "document"])
+def test_flash_attentions_functions_say_the_same(variant: str, flash_functions: Any) -> None:
+    """Of two neighbouring keys at a time for scores, of one for masks."""
+    case = Case(variant, 32, 64, tokens=32, hidden=128)
+    extras, variants = cases.draw(case, 0, "cpu").extras, VARIANTS[variant]
+    told = flash_functions.options(case, extras)
+    score, mask, arrays = told.get("score_mod"), told.get("mask_mod"), told["aux_tensors"]
+    for h, q, k in ((h, q, k) for h in range(2) for q in range(32) for k in range(0, 32, 2)):
+        at = [torch.tensor([i, i]) for i in (0, h, q)]
+        keys = torch.tensor([k, k + 1])
+        if variants.score is not None:
+            s = torch.tensor([0.5, -2.0])
+            found = score(s, at[0], at[1], q_idx=at[2], kv_idx=keys, seqlen_info=None, aux_tensors=arrays)
+            want = torch.stack([variants.score(extras)(s[i], 0, h, q, k + i) for i in (0, 1)])
+            assert torch.allclose(found, want.float(), atol=1e-2)
+        if mask is not None:
+            seen = [bool(mask(at[0][:1], at[1][:1], at[2][:1], keys[i : i + 1], None, arrays)) for i in (0, 1)]
+            assert seen == [bool(variants.mask(extras)(0, h, q, k + i)) for i in (0, 1)]
+    assert score is None or score.__vec_size__ == 2
+    assert told.get("causal", False) == (variant == "alibi")
+
+
+def test_flash_attention_visits_blocks_that_its_tiles_fit(flash_functions: Any) -> None:
+    for d, tile in ((64, (192, 128)), (128, (128, 128))):
+        case = Case("document", 256, d, tokens=256, hidden=128)
+        told = flash_functions.options(case, cases.draw(case, 0, "cpu").extras)
+        assert told["block_sparse_tensors"][:6] == (*tile, 1, 1, 256, 256)
 
 
 def test_without_flash_attention_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,6 +450,41 @@ def test_a_contestant_that_breaks_the_gpu_costs_one_case(fake_stage: None) -> No
     assert json.loads(json.dumps(results, allow_nan=False)) == results
 
 
+def test_results_say_how_and_of_which_sources(fake_stage: None) -> None:
+    section = section_of(variants=("full",))
+    with run.Suite("cpu", FAST) as playing:
+        results = playing.section(section, section.cases, {"quick": False})
+    assert results["method"] == {
+        "rounds": 2, "warm": 0.05, "timed": 0.03, "chunk": 0.004, "most_calls": 20, "host_calls": 3,
+    }  # fmt: skip
+    assert set(results["source"]) == {"commit", "dirty"}
+
+
+def test_first_calls_have_processes_and_caches_of_their_own(fake_stage: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first, "CALLER", "tests.fake_stage:FakeCaller")
+    cases_of = (small("full"), small("full", backward=True))
+    section = replace(section_of(variants=("full",), name="first"), first=True)
+    assert section.who("cpu", small("causal")) == ["tilewise cpu", "tilewise triton"]
+    assert section.who("cpu", small("causal", backward=True)) == ["tilewise triton"]
+    monkeypatch.setattr(suite.Section, "who", lambda self, kernel, case: ["tilewise cpu"])
+    with run.Suite("cpu", Settings(rounds=5)) as playing:
+        results = playing.section(section, cases_of, {"quick": False})
+    assert results["method"] == {"rounds": first.MOST_ROUNDS}
+    forward, backward = results["records"]
+    for r in (forward, backward):
+        assert r["status"] == "ok" and r["compiled"] == 1 and r["how"] == "first call", r
+        assert r["rounds_ms"] == [3000.0, 3000.0] and r["warm_rounds_ms"] == [2000.0, 2000.0]  # no file is left over
+        assert (r["median_ms"], r["warm_ms"], r["spread"], r["tflops"]) == (3000.0, 2000.0, 0.0, None)
+        assert 0 < r["error"] < ALLOWED
+
+
+def test_a_first_call_that_fails_is_a_result() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    found = first.measured(small("full"), "tilewise cpu", 1)
+    assert found["status"] == "failed" and found["median_ms"] is None
+
+
 def test_the_command_runs_and_writes_its_sections(
     fake_stage: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -434,7 +543,7 @@ def test_results_of_another_suite_are_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_importing_the_suite_needs_neither_torch_nor_a_gpu() -> None:
-    modules = "cases, contestants, counters, limits, plot, report, run, stage, suite, targets, timing"
+    modules = "cases, contestants, counters, first, limits, plot, report, run, stage, suite, targets, timing"
     code = f"import sys; from tilewise.bench.gpu import {modules}; print({{'torch', 'triton'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -118,6 +118,30 @@ def test_a_case_without_a_right_answer_proves_nothing() -> None:
     assert check.met is False and check.note == "1 of 10 cells have no number: wrong: relative error 1"
 
 
+def test_aims_of_triton_are_speeds() -> None:
+    found = values(made_up("triton"), made_up("backward"))
+    for what, met in (("forward", False), ("backward", True)):  # ours has 500 everywhere
+        for mask in ("full", "causal"):
+            check = found[f"triton, {what}: {mask}, d 128, n 16384"]
+            assert (check.met, check.shown) == (met, "500 TFLOP/s")
+    assert found["triton, backward: full, d 128, n 16384"].target == "at least 470 TFLOP/s"
+
+
+def test_first_calls_must_be_quick() -> None:
+    results = made_up("first")
+
+    def judged(ms: float, warm: float, compiled: int = 0) -> list[bool | None]:
+        for r in results["records"]:
+            r.update(median_ms=ms, warm_ms=warm, compiled=compiled)
+        return [check.met for check in values(results).values()]
+
+    assert judged(100, 100) == [True, True, True, True, None, True, None]
+    assert judged(4000, 101) == [False, True, False, True, None, True, None]
+    assert judged(5001, 99, compiled=1) == [False, False, True, False, None, False, None]
+    assert values(results)["first call, compiled ahead"].note == "9 of 9 were not; `make kernels` does it"
+    assert values(results)["first call, triton, forward"].target == "at most 5000 ms"
+
+
 # -- what is made of the results --------------------------------------------------------------------------------------
 
 
@@ -178,6 +202,7 @@ def test_the_tables_of_the_pages_come_from_the_files(folder: Path, tmp_path: Pat
         assert "| forward, d 64: geometric mean to the best peer | 1.50x | at least 1.10x | ✓ |" in text
         assert "/gpu/forward.png)" in text and "Fake H200" in text
     assert "| causal, d 64, n 512 | 500 | 333 | 333 | - | 1.50x |" in performance
+    assert "| tilewise triton, causal, d 128, n 2048, forward and backward | " in performance
     assert "From `results/gpu/launch.json`, 2026-11-15. Microseconds until a call returns." in performance
 
 

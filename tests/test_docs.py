@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import runpy
 from pathlib import Path
@@ -11,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tilewise.bench.plot_parts import DRAWN_FROM, digest
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PICTURES = sorted((ROOT / "results").glob("*/*.png"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -37,6 +41,16 @@ def test_tables_quote_the_results() -> None:
         text = page.read_text()
         assert text.count("<!-- end -->") > 0
         assert tables["fill"](page) == text, f"{page.name}: run python docs/tables.py"
+
+
+@pytest.mark.parametrize("picture", PICTURES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_pictures_show_the_results(picture: Path) -> None:
+    """Each says which results it was drawn from: those that are there now."""
+    image = pytest.importorskip("PIL.Image")
+    names = {"scaling": ("window", "memory")}.get(picture.stem, (picture.stem,))
+    results = [json.loads(picture.with_name(f"{name}.json").read_text()) for name in names]
+    drawn_from = image.open(picture).text.get(DRAWN_FROM)
+    assert drawn_from == digest(*results), f"{picture.name} is older than its results: run make pictures"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

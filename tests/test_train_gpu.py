@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests import train_gpu  # noqa: E402
+from tilewise.bench.plot_parts import DRAWN_FROM, digest  # noqa: E402
 
 
 def test_both_learn_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +23,9 @@ def test_both_learn_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert one[-1] < one[0] and one != other
     assert told["apart"] <= train_gpu.MOST_APART
     assert "apart, at most 2% may be" in capsys.readouterr().out
+    picture = tmp_path / "training.png"
+    assert train_gpu.main([str(results), "--plot", str(picture), "--draw"]) == 0
+    assert pytest.importorskip("PIL.Image").open(picture).text[DRAWN_FROM] == digest(told)
 
 
 def test_wrong_attention_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """A small transformer trained twice from the same seed, on the same bytes: do gradients train as they should?
 
     python tests/train_gpu.py results/gpu/training.json --plot results/gpu/training.png
+    python tests/train_gpu.py results/gpu/training.json --plot results/gpu/training.png --draw    # nothing is trained
 
 Once attention is tilewise's, in bfloat16, forward and backward by the kernel that is named; once it is PyTorch's math
 backend in float32. Both see the words of this repository. The losses must follow each other.
@@ -23,7 +24,9 @@ if __name__ == "__main__":  # the project's folder, not the script's own, where 
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import tilewise as tw
+from tilewise.bench import plot_parts
 from tilewise.bench.machine import describe
+from tilewise.bench.revision import revision
 from tilewise.cli.terminal import progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,19 +129,15 @@ def apart(one: Sequence[float], other: Sequence[float]) -> float:
     return float(((a - b).abs() / b).max())
 
 
-def plot(losses: dict[str, list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
-    for (name, curve), style in zip(losses.items(), ("-", "--"), strict=True):
+def plot(told: dict[str, Any], path: Path) -> None:
+    figure = plot_parts.new_figure(7, 4)
+    axis = figure.subplots()
+    for (name, curve), style in zip(told["losses"].items(), ("-", "--"), strict=True):
         axis.plot(range(1, len(curve) + 1), curve, style, label=name)
     axis.set_xlabel("step")
     axis.set_ylabel("loss")
     axis.legend()
-    figure.savefig(path, dpi=100)
+    plot_parts.save(figure, path, told, dpi=100)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -148,16 +147,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--plot", type=Path, help="a picture of both")
+    parser.add_argument("--draw", action="store_true", help="draw the losses that the file has, and no more")
     options = parser.parse_args(arguments)
+    if options.draw:
+        plot(json.loads(options.results.read_text()), options.plot)
+        return 0
     size = Size() if options.device != "cpu" else Size(layers=1, heads=2, d=16, context=32, batch=2)
     names = {f"tilewise {options.kernel}, bfloat16": by_tilewise(options.kernel), "PyTorch math, float32": by_math}
     losses = {name: train(attend, size, options.steps, options.device, name) for name, attend in names.items()}
     off = apart(*losses.values())
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {"machine": describe(options.device), "steps": options.steps, "apart": off, "losses": losses}
+    told: dict[str, Any] = {
+        "machine": describe(options.device), "source": revision(), "steps": options.steps, "apart": off,
+        "losses": losses,
+    }  # fmt: skip
     options.results.write_text(json.dumps(told, indent=1) + "\n")
     if options.plot is not None:
-        plot(losses, options.plot)
+        plot(told, options.plot)
     first, last = ({name: curve[i] for name, curve in losses.items()} for i in (0, -1))
     print(f"first {first}, last {last}; {off:.2%} apart, at most {MOST_APART:.0%} may be")
     return 0 if off <= MOST_APART else 1

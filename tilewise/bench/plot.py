@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.bench import plot_parts as parts
-from tilewise.bench.plot_parts import DPI, TEXT, Palette, Record
+from tilewise.bench.plot_parts import TEXT, Palette, Record
 
 _ABOUT = "Lines: medians; bands: 10th to 90th percentile."
 
@@ -19,7 +19,7 @@ def draw(results: dict[str, Any], target: Path) -> list[Path]:
     written = []
     for name, records in groups.items():
         path = _path(target, name, len(groups) > 1)
-        _figure(results, records).savefig(path, dpi=DPI)
+        parts.save(_figure(results, records), path, results)
         written.append(path)
     return written
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 from tilewise.bench import machine
@@ -11,6 +14,7 @@ Record = dict[str, Any]
 Palette = dict[str, str]
 
 DPI = 75
+DRAWN_FROM = "Drawn from"  # a text in a picture: the digest of its results
 GREY = "#94a3b8"
 TEXT = "#475569"
 _OURS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#a16207", "#15803d")
@@ -37,6 +41,16 @@ def new_figure(width: float, height: float) -> Any:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: Path, *results: dict[str, Any], dpi: int = DPI) -> None:
+    """With a digest of what it was drawn from, by which pictures are found that are older than their results."""
+    figure.savefig(path, dpi=dpi, metadata={DRAWN_FROM: digest(*results)})
+
+
+def digest(*results: dict[str, Any]) -> str:
+    """Of results that were just measured the same as of those read from their file."""
+    return hashlib.sha256(json.dumps(results, sort_keys=True).encode()).hexdigest()
 
 
 def line_style(record: Record, colours: Palette) -> dict[str, Any]:

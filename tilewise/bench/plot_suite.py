@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewise.bench import plot_parts as parts
-from tilewise.bench.plot_parts import DPI, TEXT, Palette, Record
+from tilewise.bench.plot_parts import TEXT, Palette, Record
 from tilewise.bench.problem import WINDOW
 from tilewise.bench.suite import DECODE_HEADS, GROUPS_AT, SECTIONS
 
@@ -17,17 +17,17 @@ _PLAIN_READ = {"linestyle": "none", "marker": "_", "markersize": 16, "markeredge
 
 def draw(sections: dict[str, Results], folder: Path) -> list[Path]:
     """A picture for each of the sections that there are results of; window and memory share one."""
-    figures: dict[str, Any] = {}
+    figures: dict[str, tuple[Any, ...]] = {}  # each with the results it was drawn from
     for name in ("forward", "half", "training"):
         if name in sections:
-            figures[name] = _speed(name, sections[name])
+            figures[name] = _speed(name, sections[name]), sections[name]
     if "decode" in sections:
-        figures["decode"] = _decode(sections["decode"])
+        figures["decode"] = _decode(sections["decode"]), sections["decode"]
     growing = {name: results for name, results in sections.items() if name in ("window", "memory")}
     if growing:
-        figures["scaling"] = _scaling(growing)
-    for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.png", dpi=DPI)
+        figures["scaling"] = _scaling(growing), *growing.values()
+    for name, (figure, *results) in figures.items():
+        parts.save(figure, folder / f"{name}.png", *results)
     return [folder / f"{name}.png" for name in figures]
 
 

@@ -15,6 +15,7 @@ from tilewise.bench.contestants import Contestant
 from tilewise.bench.judge import Judge, Verdict
 from tilewise.bench.problem import Cell, Problem
 from tilewise.bench.refusal import RefusedError, public, refusal
+from tilewise.bench.revision import revision
 from tilewise.bench.team import Team
 from tilewise.explanation import size
 
@@ -173,6 +174,7 @@ def results(
         "tilewise": __version__,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "machine": {**machine.describe(options.get("device", "cpu"), options.get("threads")), **asdict(roof)},
+        "source": revision(),
         "options": options,
         "missing": {name: public(reason) for name, reason in missing.items()},
         "records": records,

@@ -34,6 +34,7 @@ class Check:
     limit: float | None  # None: told, not judged
     at_most: bool = False
     percent: bool = False
+    unit: str = "x"  # times, if nothing else
     value: float | None = None  # None: the results do not say
     note: str = ""  # why there is no value, or what to know beside it
 
@@ -57,7 +58,7 @@ class Check:
 
     def _number(self, value: float) -> str:
         if not self.percent:
-            return f"{value:.2f}x"
+            return f"{value:.2f}x" if self.unit == "x" else f"{value:.0f} {self.unit}"
         return f"{value:.1%}" if value < 0.1 else f"{value:.0%}"
 
 

@@ -43,6 +43,7 @@ GPU_SECTIONS = (
     "gradients",
     "decode",
     "launch",
+    "first",
 )
 _CPU_HELP = f"the CPU engine's suite, with its targets: {', '.join(CPU_SECTIONS)}, or all of them"
 _GPU_HELP = f"the GPU kernels' suite, with its targets: {', '.join(GPU_SECTIONS)}, or all of them"
@@ -57,7 +58,7 @@ def add_parser(commands: Any) -> None:
         "are installed.",
         epilog="The default sweep takes a few minutes, --quick some seconds. --cpu is the native engine's own suite "
         "beside PyTorch's SDPA, with its targets: about ten minutes, a file a section in the folders that --json and "
-        "--plot name. --gpu is that of the CUDA kernels, beside cuDNN, FlashAttention-4 and FlexAttention: about six.",
+        "--plot name. --gpu is that of the CUDA kernels, beside cuDNN, FlashAttention-4 and FlexAttention: twenty.",
     )
     add = parser.add_argument
     add("--n", metavar="LIST", help=f"lengths, queries and keys alike ({FULL_SWEEP['n']})")

@@ -95,7 +95,7 @@ class Variant:
     pairs: Callable[[int], float]  # visible ones of a head, at so many queries and keys
     mask: Callable[[Extras], Mod] | None = None  # FlexAttention's; the reference reads it too
     score: Callable[[Extras], Mod] | None = None
-    flash: Options | None = None  # FlashAttention-4's arguments; None: it has no such variant
+    flash: Options | None = None  # FlashAttention-4's arguments; None: functions must say it, which flash.py has
     sdpa: Options | None = None
     extras: Callable[[Case], dict[str, Any]] = lambda case: {}  # NumPy arrays, or the shape of one to be drawn
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewise import api, dispatch
 from tilewise.bench.contestants import OURS
-from tilewise.bench.gpu.cases import VARIANTS, Case, Inputs
+from tilewise.bench.gpu.cases import VARIANTS, Case, Extras, Inputs, Options
 from tilewise.bench.process import load
 from tilewise.bench.refusal import RefusedError
 from tilewise.cache import Cache, KVCache, PagedKVCache
@@ -188,9 +188,7 @@ def _enter_flash(case: Case, sets: Sets, **further: Any) -> Entry:
     """(batch, n, heads, d), its own layout, of gradients too."""
     from flash_attn.cute.interface import flash_attn_func
 
-    options = VARIANTS[case.variant].flash
-    if options is None or case.packed:
-        raise RefusedError("cannot express", "it is asked for full, causal, window and soft cap alone")
+    options = _flash_options(case, sets[0].extras)
 
     def call(q: Any, k: Any, v: Any) -> Any:
         done = flash_attn_func(q, k, v, **options, **further)
@@ -204,6 +202,20 @@ def _enter_flash(case: Case, sets: Sets, **further: Any) -> Entry:
     if case.backward:
         gradients = [(given, turned(x.d_out).detach()) for given, x in zip(inputs, sets, strict=True)]
     return Entry([partial(call, *x) for x in inputs], lambda out: out.transpose(1, 2), gradients=gradients)
+
+
+def _flash_options(case: Case, extras: Extras) -> Options:
+    """Its own arguments where it has them; where it has none, functions that it compiles."""
+    if case.packed:
+        raise RefusedError("cannot express", "it is asked for no packed sequences")
+    known = VARIANTS[case.variant].flash
+    if known is not None:
+        return known
+    if case.backward:
+        raise RefusedError("cannot express", "its backward pass has no gradient of aux_tensors")
+    from tilewise.bench.gpu import flash
+
+    return flash.options(case, extras)
 
 
 # -- FlexAttention ----------------------------------------------------------------------------------------------------

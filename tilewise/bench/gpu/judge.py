@@ -62,6 +62,11 @@ class Gradients:
         return max(errors)
 
 
+def expected(case: Case, inputs: Inputs) -> Expected | Gradients:
+    """Of what the case asks for."""
+    return Gradients.of(case, inputs) if case.backward else Expected.of(case, inputs)
+
+
 def _dense_gradients(case: Case, inputs: Inputs, i: int, h: int) -> tuple[Any, ...]:
     """Of one head, in float32: of q, k, v and what the variant reads."""
     import torch

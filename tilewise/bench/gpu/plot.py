@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewise.bench import plot_parts as parts
 from tilewise.bench.gpu.suite import SECTIONS
-from tilewise.bench.plot_parts import DPI, TEXT, Palette, Record
+from tilewise.bench.plot_parts import TEXT, Palette, Record
 
 Results = dict[str, Any]
 _LIMIT = {"color": TEXT, "linestyle": (0, (4, 2)), "linewidth": 1.3, "zorder": 1}
@@ -21,7 +21,7 @@ def draw(sections: dict[str, Results], folder: Path) -> list[Path]:
         if make is None or not any(r["status"] == "ok" for r in results["records"]):
             continue
         path = folder / f"{name}.png"
-        make(name, results).savefig(path, dpi=DPI)
+        parts.save(make(name, results), path, results)
         written.append(path)
     return written
 
@@ -30,7 +30,7 @@ def _against_n(name: str, results: Results) -> Any:
     """A row of panels for each mask, a panel for each head dimension."""
     records, colours = results["records"], parts.palette(results["records"])
     masks, dims = parts.unique(records, "variant"), sorted(parts.unique(records, "d"))
-    figure = parts.new_figure(max(4.2 * len(dims), 7.0), 3.3 * len(masks) + 1.2)
+    figure = parts.new_figure(max(4.2 * len(dims), 9.0), 3.3 * len(masks) + 1.2)
     axes = figure.subplots(len(masks), len(dims), squeeze=False, sharey=True)
     for i, mask in enumerate(masks):
         for j, d in enumerate(dims):
@@ -92,7 +92,8 @@ def _groups(axis: Any, records: list[Record], colours: Palette) -> None:
 
 
 def _group(r: Record) -> str:
-    return f"{r['variant'] if r['inputs'] == 'normal' else r['inputs']}\nn {r['n']}"
+    inputs = "" if r["inputs"] == "normal" else f"{r['inputs']}\n"
+    return f"{inputs}{r['variant']}\nn {r['n']}"
 
 
 def _limit(axis: Any, results: Results) -> None:

@@ -30,6 +30,7 @@ def table_of(name: str, results: Results) -> Table:
         "units": _units,
         "decode": _decode,
         "launch": _launch,
+        "first": _first,
     }.get(name, _speeds)
     return made(results["records"])
 
@@ -54,6 +55,7 @@ _UNITS = {
     "units": "Cycles in which a unit is busy, of all: by Nsight Compute, at the clock that it holds.",
     "decode": "GB/s of k and v; the share is ours of the measured read rate, and the ratio to the best peer.",
     "launch": "Microseconds until a call returns.",
+    "first": "Milliseconds from the call until the GPU is done.",
 }
 
 
@@ -150,6 +152,15 @@ def _launch(records: list[Record]) -> Table:
         over = f"{r['median_ms'] / default:.2f}x" if right and default else "-"
         rows.append((r["contestant"], f"{1e3 * r['median_ms']:.1f}" if right else r["status"], over))
     return ("", "us", f"over {SDPA}"), rows
+
+
+def _first(records: list[Record]) -> Table:
+    rows: list[tuple[str, ...]] = []
+    for r in records:
+        name = f"{r['contestant']}, {title(r)}{', forward and backward' if r['backward'] else ''}"
+        told = (f"{r['median_ms']:.0f}", f"{r['warm_ms']:.0f}", str(r["compiled"])) if r["status"] == "ok" else None
+        rows.append((name, *(told or (r["status"], "-", "-"))))
+    return ("", "empty cache", "later processes", "kernels compiled"), rows
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------

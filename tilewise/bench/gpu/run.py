@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from tilewise import dispatch
 from tilewise._version import __version__
 from tilewise.bench.contestants import OURS
-from tilewise.bench.gpu import counters
+from tilewise.bench.gpu import counters, first
 from tilewise.bench.gpu.cases import DTYPE, Case
 from tilewise.bench.gpu.contestants import find
 from tilewise.bench.gpu.limits import shortest_ms
@@ -20,6 +20,7 @@ from tilewise.bench.gpu.suite import Section
 from tilewise.bench.gpu.timing import Settings
 from tilewise.bench.process import Child
 from tilewise.bench.refusal import RefusedError, public
+from tilewise.bench.revision import revision
 from tilewise.schedule import itemsize, plan
 from tilewise.spec import Attention, Shape
 
@@ -50,7 +51,7 @@ class Suite:
         for i, case in enumerate(cases, 1):
             self.say(f"{section.name} {i}/{len(cases)}: {case.variant}, n {case.n}, d {case.d}")
             who = [name for name in section.who(self.kernel, case) if name not in missing]
-            records += self._case(case, who, section.host)
+            records += self._first(case, who) if section.first else self._case(case, who, section.host)
         for record in records:
             record["fraction"] = _share(record["tflops"], limits["matmul_tflops"])
             record["read_fraction"] = _share(record["gbs"], limits["read_gbs"])
@@ -65,6 +66,8 @@ class Suite:
             "tilewise": __version__,
             "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "machine": {**self._about, **limits},
+            "source": revision(),
+            "method": self._method(section),
             "options": {"section": section.name, **options},
             "missing": {name: public(reason) for name, reason in missing.items()},
             "records": records,
@@ -78,6 +81,12 @@ class Suite:
         except RefusedError as error:
             self._restart()
             return [blank(case, name, find(name).ours, error) for name in who]
+
+    def _first(self, case: Case, who: list[str]) -> list[Record]:
+        return [first.measured(case, name, first.rounds(self.settings)) for name in who]
+
+    def _method(self, section: Section) -> dict[str, Any]:
+        return {"rounds": first.rounds(self.settings)} if section.first else asdict(self.settings)
 
     def _ask(self, method: str, *args: Any) -> Any:
         if self._child is None or not self._child.alive:

@@ -8,10 +8,10 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from tilewise.bench.gpu import cases, limits, timing
+from tilewise.bench.gpu import cases, judge, limits, timing
 from tilewise.bench.gpu.cases import Case
 from tilewise.bench.gpu.contestants import Contestant, entered, find
-from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients
+from tilewise.bench.gpu.judge import ALLOWED
 from tilewise.bench.gpu.timing import Clock, GpuClock, HostClock, Loop, Settings
 from tilewise.bench.refusal import RefusedError, public, refusal
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 NUMBERS = (
     "how", "calls", "median_ms", "rounds_ms", "spread", "tflops", "fraction", "gbs", "read_fraction", "error", "ratio",
     "ratios", "plan_bytes", "limits_ms", "dram_bytes", "l2_bytes", "tensor_busy", "exp_busy", "issue_busy",
-    "counters_reason",
+    "counters_reason", "warm_ms", "warm_rounds_ms", "compiled",
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ class Stage:
     ) -> tuple[dict[str, Loop], dict[str, float], dict[str, RefusedError]]:
         """Everyone's loop and error; and who does not get that far."""
         sets = cases.sets(case, self.device)
-        expected = Gradients.of(case, sets[0]) if case.backward else Expected.of(case, sets[0])
+        expected = judge.expected(case, sets[0])
         loops: dict[str, Loop] = {}
         errors: dict[str, float] = {}
         refused: dict[str, RefusedError] = {}
@@ -111,13 +111,18 @@ def blank(case: Case, name: str, ours: bool, refused: RefusedError | None) -> Re
 def _numbers(case: Case, loop: Loop, seconds: list[float], error: float) -> Record:
     """The median of the rounds' medians, and how far apart those are as a part of it."""
     middle = median(seconds)
-    found: Record = {
+    return {
         "how": loop.how, "calls": loop.calls, "median_ms": middle * 1e3, "rounds_ms": [x * 1e3 for x in seconds],
         "spread": (max(seconds) - min(seconds)) / middle,
         "tflops": None if loop.how == timing.HOST else case.flops / middle / 1e12,
         "gbs": case.read_bytes / middle / 1e9 if case.queries else None,
-        "error": error if math.isfinite(error) else None,  # JSON has no infinity
+        **judged(error),
     }  # fmt: skip
+
+
+def judged(error: float) -> Record:
+    """A record's part that says whether the numbers count."""
+    found: Record = {"error": error if math.isfinite(error) else None}  # JSON has no infinity
     if error > ALLOWED:
         found.update(status="wrong", reason=f"relative error {error:.2g}, at most {ALLOWED} is rounding")
     return found

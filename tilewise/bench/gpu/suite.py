@@ -29,6 +29,7 @@ FLEX_LENGTHS = (2048, 16384)
 TRITON, TRITON_LENGTHS = "triton", (1024, 4096, 16384)
 HARD = ("falling", "rising", "x8", "x64")
 VARIANTS = ("softcap", "alibi", "window 256", "window 1024", "document", "bias")
+AHEAD = ("full", "causal", "window 1024")  # `make kernels` compiles them before anyone calls
 RUNGS = ("naive", "tiled", "forward_sm90")
 QUICK = Settings(rounds=2, warm=0.005, timed=0.01, host_calls=50)
 
@@ -42,6 +43,7 @@ class Section:
     peers: tuple[str, ...] = ()
     host: bool = False  # the host's time of a call, not the GPU's
     kernel: str | None = None  # it is about this one
+    first: bool = False  # the first call of a process, not one of many
 
     def who(self, kernel: str, case: Case) -> list[str]:
         """Ours first."""
@@ -50,6 +52,9 @@ class Section:
             return [f"{OURS}{KERNEL}/{rung}" for rung in RUNGS]
         if self.name == "varlen":
             return [ours, ours + DENSE] if case.packed == "equal" else [ours]
+        if self.first:
+            triton = [OURS + TRITON] if case.variant == "causal" else []
+            return triton if case.backward else [ours, *triton]
         if self.name == "decode":
             return [ours, ours + PAGED, *self.peers]
         if self.name == "gradients":
@@ -72,7 +77,11 @@ def _grid(
 
 
 _MASKS = ("full", "causal")
-_STRESS = tuple(Case("full", 4096, d, inputs=inputs) for d in (128, 64) for inputs in HARD)
+_STRESS = tuple(
+    replace(case, inputs=inputs)
+    for case in (*_grid(_MASKS, (128, 64, 256), (4096,)), Case("causal", 1024, 128), Case("full", 1024, 64))
+    for inputs in HARD
+)
 _VARLEN = tuple(
     Case(variant, n, d, packed=packed)
     for packed in ("equal", "ragged")
@@ -91,8 +100,13 @@ _DECODE = tuple(
 )
 _UNITS = (
     Case("full", 8192, 64), Case("causal", 512, 64), Case("full", 4096, 64, inputs="x64"), Case("full", 8192, 128),
-    Case("full", 8192, 256), Case("causal", 8192, 256),
+    Case("full", 4096, 128, inputs="x64"), Case("full", 8192, 256), Case("causal", 8192, 256),
 )  # fmt: skip
+_FIRST = (
+    *_grid(AHEAD, (64, 128, 256), (2048,)),
+    *_grid(("softcap", "document", "bias", "alibi"), (64, 128), (2048,)),
+    *(Case("causal", 2048, d, backward=True) for d in (64, 128)),
+)
 _LAUNCH = (Case("causal", 128, 64, tokens=128, hidden=1024),)
 
 SECTIONS = {
@@ -109,7 +123,7 @@ SECTIONS = {
             "stress",
             "scores that grow along the keys, either way, or are large",
             _STRESS,
-            tuple(case for case in _STRESS if case.d == 128),
+            tuple(case for case in _STRESS if case.d == 128 and case.n == 4096),
             (CUDNN, FLASH),
         ),
         Section(
@@ -184,6 +198,13 @@ SECTIONS = {
             _LAUNCH,
             (SDPA, SDPA_CUDNN, SDPA_FLASH),
             host=True,
+        ),
+        Section(
+            "first",
+            "the first call of a process, with an empty cache and with a filled one",
+            _FIRST,
+            tuple(case for case in _FIRST if case.d == 128),
+            first=True,
         ),
     )
 }

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLASH_ORDERED, FLEX, PAGED, SDPA
+from tilewise.bench.gpu.suite import AHEAD, LENGTHS
+from tilewise.bench.gpu.suite import TRITON as TRITON_NAME
 from tilewise.bench.table import geometric_mean
 from tilewise.bench.targets import Check, valued
 
@@ -24,6 +26,9 @@ BIAS_GRADIENT = 3.0
 GRADIENTS = (1.00, 0.93)  # to the best peer: the mean, and no case below
 READING = 0.85  # of the rate at which memory is read
 LAUNCH = 1.5  # times that of PyTorch's own attention
+TRITON_SPEED = {"triton": 560.0, "backward": 470.0}  # TFLOP/s at d 128 and the longest n, of every mask
+# Milliseconds of a first call: of kernels that were compiled ahead, of others, of either in later processes; Triton's.
+AHEAD_MS, COMPILED_MS, LATER_MS, TRITON_MS = 100.0, 4000.0, 100.0, 5000.0
 
 
 def checks(sections: dict[str, Results]) -> list[Check]:
@@ -69,10 +74,12 @@ def _varlen(records: list[Record]) -> Iterator[Check]:
 
 def _triton(records: list[Record]) -> Iterator[Check]:
     yield from _beside_flex("triton, forward", records)
+    yield from _triton_speed("triton, forward", records, TRITON_SPEED["triton"])
 
 
 def _backward(records: list[Record]) -> Iterator[Check]:
     yield from _beside_flex("triton, backward", [r for r in records if r["variant"] != "bias"])
+    yield from _triton_speed("triton, backward", records, TRITON_SPEED["backward"])
     biased = [r for r in records if r["variant"] == "bias"]
     for peer in (FLEX, EFFICIENT):
         yield _to_peer(f"triton, gradient of a bias: slowest case to {peer}", biased, peer, BIAS_GRADIENT)
@@ -105,11 +112,37 @@ def _beside_flex(what: str, records: list[Record]) -> Iterator[Check]:
     yield _to_peer(f"{what}: slowest case to {FLEX}", records, FLEX, least)
 
 
+def _triton_speed(what: str, records: list[Record], limit: float) -> Iterator[Check]:
+    for r in records:
+        if r["d"] == 128 and r["n"] == LENGTHS[-1]:
+            speed = Check(f"{what}: {r['variant']}, d 128, n {r['n']}", limit, unit="TFLOP/s")
+            yield valued(speed, [r], lambda r: r["tflops"], min)
+
+
 def _launch(records: list[Record]) -> Iterator[Check]:
     for name in dict.fromkeys(r["contestant"] for r in records):
         times = Check(f"launch, {name}: host time over PyTorch's SDPA", LAUNCH, at_most=True)
         chosen = [r for r in records if r["contestant"] == name]
         yield valued(times, chosen, _over(SDPA), max, f"{SDPA} has no number")
+
+
+def _first(records: list[Record]) -> Iterator[Check]:
+    """The slowest of each kind."""
+    triton, cuda = ([r for r in records if r["contestant"].endswith(TRITON_NAME) is told] for told in (True, False))
+    ahead, other = ([r for r in cuda if (r["variant"] in AHEAD) is told] for told in (True, False))
+    check = _slowest("compiled ahead", ahead, "median_ms", AHEAD_MS)
+    lacking = sum(bool(r["compiled"]) for r in ahead)
+    yield replace(check, note=f"{lacking} of {len(ahead)} were not; `make kernels` does it") if lacking else check
+    yield _slowest("compiled when called", other, "median_ms", COMPILED_MS)
+    yield _slowest("in later processes", cuda, "warm_ms", LATER_MS)
+    for what, backward in (("forward", False), ("forward and backward", True)):
+        chosen = [r for r in triton if r["backward"] is backward]
+        yield _slowest(f"triton, {what}", chosen, "median_ms", TRITON_MS)
+        yield _slowest(f"triton, {what}, in later processes", chosen, "warm_ms", None)
+
+
+def _slowest(what: str, records: list[Record], field: str, limit: float | None) -> Check:
+    return valued(Check(f"first call, {what}", limit, at_most=True, unit="ms"), records, lambda r: r[field], max)
 
 
 def _over(peer: str) -> Callable[[Record], float | None]:
@@ -142,4 +175,5 @@ def _to_peer(
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
     "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
     "backward": _backward, "gradients": _gradients, "decode": _decode, "launch": _launch,
+    "first": _first,
 }  # fmt: skip
