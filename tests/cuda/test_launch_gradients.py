@@ -50,6 +50,25 @@ def test_gradients(kernel: str, kind: dict[str, Any], launched: list[str], fake_
     assert fake_gpu.launched[-len(launched) :] == launched
 
 
+def test_gradients_by_masks_of_arrays_that_the_host_has_not_seen(fake_gpu: FakeGpu) -> None:
+    """They are looked at on the GPU, each time: the arrays may have changed."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 300, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    ids = torch.arange(300, dtype=torch.int32) // 130
+    for step in (130, 70):
+        ids.copy_(torch.arange(300, dtype=torch.int32) // step)
+        mask = tw.causal() & tw.document(ids)
+        out = tw.attention(q, k, v, mask=mask, kernel="cuda/forward_sm90")
+        fake_gpu.launched.clear()
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+        assert fake_gpu.launched == [BY_HOPPER[0], "refine_backward", "refine_backward", *BY_HOPPER[1:]]
+        plain = [x.detach().double().numpy() for x in (q, k, v)]
+        _, pullback = tw.attention_vjp(*plain, mask=tw.causal() & tw.document(ids.numpy().copy()))
+        want = pullback(np.ones(plain[0].shape))
+        for x, y in zip(found, (want.q, want.k, want.v), strict=True):
+            assert np.abs(x.double().numpy() - y).max() < 2e-2 * np.abs(y).max()
+
+
 def _check_gradients(kernel: str, kind: dict[str, Any], seed: int = 0) -> None:
     torch.manual_seed(seed)
     n, d, dtype = kind["n"], kind["d"], kind["dtype"]

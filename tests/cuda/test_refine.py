@@ -14,7 +14,7 @@ from tilewise.arrays import Array
 from tilewise.expr import B, H, K, Q, load
 from tilewise.kernels.cuda import marshal, simulator, structs
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import REFINE, RUNGS
+from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, REFINE_BACKWARD, RUNGS
 from tilewise.kernels.cuda.source import assembled
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.schedule import Kind
@@ -46,6 +46,20 @@ def test_kinds_are_those_of_the_scores(mask: str, tile: Tile) -> None:
         for h in range(SHAPE.heads):
             for record, runs in refined[b, h]:
                 _check(want[b, h], runs, record, tile)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("tile", [Tile(64, 128), Tile(64, 64)], ids=str)
+def test_kinds_before_gradients_are_those_of_the_scores(mask: str, tile: Tile) -> None:
+    """By query and by key: every tile that some score counts in is there with its own kind, and no other."""
+    spec = Attention(1.0, MASKS[mask])
+    want = _kinds(spec, tile)
+    for axis, plans in enumerate(_refined_before_gradients(spec, tile)):
+        for (b, h, tile_of), runs in plans.items():
+            line = np.zeros(want.shape[3 - axis], int)
+            for first, last, kind in runs:
+                line[first:last] = kind
+            assert np.array_equal(line, want[b, h].take(tile_of, axis)), (axis, b, h, tile_of)
 
 
 def _check(want: Array, runs: list[tuple[int, int, int]], record: Array, tile: Tile) -> None:
@@ -108,3 +122,35 @@ def _refined(spec: Attention, tile: Tile) -> dict[tuple[int, int], list[tuple[Ar
         ]
         for b, h in np.ndindex(records.shape[:2])
     }
+
+
+Plans = dict[tuple[int, int, int], list[list[int]]]  # the runs of each batch index, head and tile
+
+
+def _refined_before_gradients(spec: Attention, tile: Tile) -> tuple[Plans, Plans]:
+    """The plans by query and by key that refine_backward.cu makes."""
+    unseen = Attention(1.0, EVERY_PLAN)
+    both = [marshal.tables(unseen, SHAPE, tile, rung) for rung in BACKWARD]
+    for made in both:
+        made.numbers[made.runs_at :].reshape(-1, 3)[:, 2] = Kind.PARTIAL  # nothing is known but that keys may count
+    by_query, by_key = both
+    at = int(by_query.numbers.ctypes.data), int(by_key.numbers.ctypes.data)
+    source, slots = assembled(REFINE_BACKWARD, spec, SHAPE, tile, simulator.headers())
+    loaded = [View.of_numpy(arrays.as_numpy(slot.array)) for slot in slots]
+    params = marshal.params(spec, SHAPE, by_query, at[0], {}, None, loaded, source.constants)
+    sizes = marshal.backward_refined_parts(by_query, by_key)
+    room = np.full(sum(sizes.values()), -1, np.int32)
+    kernel = simulator.compile_source(source.text)
+    grids = marshal.backward_refinement_blocks(by_query, by_key, tile, source.threads)
+    for grid, threads, joins in zip(grids, (source.threads, REFINE_BACKWARD.JOINERS), (False, True), strict=True):
+        call: Any = marshal.backward_refinement(params, by_query, by_key, at, joins)
+        call.refined = int(room.ctypes.data)
+        kernel.launch(call, grid=grid, threads=threads, shared_bytes=source.shared_bytes)
+    parts = dict(zip(sizes, np.split(room, np.cumsum(list(sizes.values()))[:-1]), strict=True))
+    return _plans(parts, "by_query", by_query), _plans(parts, "by_key", by_key)
+
+
+def _plans(parts: dict[str, Array], name: str, made: marshal.Tables) -> Plans:
+    pairs = parts[f"offsets_{name}"].reshape(SHAPE.batch, SHAPE.heads, made.tiles + 1, 2)[:, :, :-1]
+    runs = parts[f"runs_{name}"].reshape(-1, 3)
+    return {at: runs[slice(*pairs[at])].tolist() for at in np.ndindex(pairs.shape[:3])}

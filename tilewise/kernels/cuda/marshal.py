@@ -62,7 +62,8 @@ class Tables:
     record_head: int = 0
     sizes: Array | None = None  # how many key tiles each query tile has
     n_records: int = 0
-    most_tiles: int = 0  # of a record
+    most_tiles: int = 0  # that one of them meets
+    plans: tuple[int, int] = (1, 1)  # batch indices and heads whose plans differ
     mean_visits: float = 0.0  # tiles that one of them meets
 
 
@@ -83,7 +84,8 @@ def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key:
     rows: list[tuple[int, ...]] = []
     offsets: list[Array] = []
     runs: list[Array] = []
-    tiles = n_offsets = n_runs = visited = planned_tiles = 0
+    tiles = n_offsets = n_runs = visited = planned_tiles = most = 0
+    plans = (1, 1)
     for part, queries, keys in shape.sequences(spec.lengths):
         where = (0, 0, 0)
         if planned:
@@ -94,16 +96,25 @@ def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key:
             runs.append(visits.table)
             n_offsets += visits.offsets.size
             n_runs += len(visits.table)
-            visited += int((visits.table[:, 1] - visits.table[:, 0]).sum())
-            planned_tiles += visits.offsets[..., 1:].size
+            sizes = _sizes(visits)
+            visited += int(sizes.sum())
+            planned_tiles += sizes.size
+            most, plans = max(most, int(sizes.max(initial=0))), np.broadcast_shapes(plans, sizes.shape[:2])
         rows.append((*_fields(part, queries, keys, tiles), *where))
         tiles += -(-part.n_k // tile.k) if by_key else -(-part.n_q // tile.q)
     numbers = _joined(np.array(rows, np.int32), *offsets, *runs)
     offsets_at = len(rows) * len(structs.SEQUENCE_FIELDS)
     return Tables(
         numbers, tiles, len(rows), offsets_at=offsets_at, runs_at=offsets_at + n_offsets,
-        mean_visits=visited / max(1, planned_tiles),
+        mean_visits=visited / max(1, planned_tiles), most_tiles=most, plans=plans,
     )  # fmt: skip
+
+
+def _sizes(made: Runs) -> Array:
+    """How many tiles each tile meets: (batch or 1, heads or 1, tiles)."""
+    before = np.concatenate([[0], np.cumsum(made.table[:, 1] - made.table[:, 0])])
+    sizes: Array = before[made.offsets[..., 1:]] - before[made.offsets[..., :-1]]
+    return sizes
 
 
 def _records(spec: Attention, shape: Shape, tile: Tile) -> Tables:
@@ -169,8 +180,7 @@ def _records_of(made: Runs, fields: tuple[int, ...], tile: Tile, n_runs: int) ->
     for i in range(structs.RUNS_AT_HAND):
         run = made.table[np.minimum(starts + i, len(made.table) - 1)]
         records[..., at["runs"] + 3 * i : at["runs"] + 3 * i + 3] = run
-    sizes = np.concatenate([[0], np.cumsum(made.table[:, 1] - made.table[:, 0])])
-    records[..., -1] = sizes[ends] - sizes[starts]
+    records[..., -1] = _sizes(made)
     return records
 
 
@@ -250,7 +260,7 @@ def backward_launch(
     made.sequences, made.offsets, made.runs = (
         at + 4 * place for place in (by_query.sequences_at, by_query.offsets_at, by_query.runs_at)
     )
-    made.q_tiles, made.items = by_query.tiles, blocks(shape, by_key, by_key=True)
+    made.q_tiles, made.offsets_apart, made.items = by_query.tiles, 1, blocks(shape, by_key, by_key=True)
     made.section, made.sections = _backward_sections(shape, by_key, at_once)
     return made  # type: ignore[no-any-return]
 
@@ -296,6 +306,33 @@ def refinement(call: Any, made: Tables, joins: bool) -> Structure:
     full.params, full.records, full.joins = call, call.sequences, joins
     full.n_records, full.most_tiles = made.n_records, made.most_tiles
     full.record_batch, full.record_head = made.record_batch, made.record_head
+    return full  # type: ignore[no-any-return]
+
+
+def backward_refined_parts(by_query: Tables, by_key: Tables) -> dict[str, int]:
+    """Whole numbers that refined plans take: pairs and runs of either, and what is found of tiles, a byte a warp."""
+    parts: dict[str, int] = {}
+    for name, x in {"by_query": by_query, "by_key": by_key}.items():
+        n_offsets = x.runs_at - x.offsets_at
+        parts |= {f"offsets_{name}": 2 * n_offsets, f"runs_{name}": 3 * n_offsets * x.most_tiles}
+    return {**parts, "found": -(-(by_query.runs_at - by_query.offsets_at) * by_query.most_tiles // 2)}
+
+
+def backward_refinement_blocks(by_query: Tables, by_key: Tables, tile: Tile, threads: int) -> tuple[int, int]:
+    """Of both launches: the first as above, the second has a block for each tile of either plan."""
+    plans = math.prod(by_query.plans)
+    looking = plans * by_query.tiles * -(-by_query.most_tiles // (threads // tile.q))
+    return looking, plans * (by_query.tiles + by_key.tiles)
+
+
+def backward_refinement(call: Any, by_query: Tables, by_key: Tables, at: tuple[int, int], joins: bool) -> Structure:
+    """Refinement of source/refine_backward.cu, but for where the refined plans go; at: where the tables are."""
+    full: Any = structs.backward_refinement_type(len(call.arrays))()
+    full.params, full.joins = call, joins
+    full.batches, full.heads = by_query.plans
+    for name, made, first in zip(("by_query", "by_key"), (by_query, by_key), at, strict=True):
+        places = (first + 4 * place for place in (made.sequences_at, made.offsets_at, made.runs_at))
+        setattr(full, name, structs.Plan(*places, made.tiles, made.runs_at - made.offsets_at, made.most_tiles))
     return full  # type: ignore[no-any-return]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
-from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, Hoppers, Rung
+from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, REFINE_BACKWARD, Hoppers, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
 from tilewise.spec import Attention, Shape, Tile
@@ -94,26 +95,29 @@ class Prepared:
 class Refining:
     """What runs before a kernel whose mask reads arrays of the GPU: the tiles' kinds are looked up there.
 
-    Each launch has records of its own: another may run beside it, with other arrays.
+    Each launch has plans of its own: another may run beside it, with other arrays. numbers: whole ones that refined
+    plans take. places: which words of the kernel's parameters say where a part of them is, and which number is the
+    part's first.
     """
 
-    def __init__(self, launches: Sequence[Prepared], params: Any, made: Tables, tile: Tile, device: int) -> None:
-        self._launches, self._device = launches, device
-        self._numbers, self._runs_at = marshal.refined_numbers(made, tile), 4 * marshal.RECORD * made.n_records
-        runs = type(params).params.offset + type(params.params).runs.offset
-        self._places = [type(params).records.offset // _WORD, runs // _WORD]
+    def __init__(
+        self, launches: Sequence[Prepared], numbers: int, places: Mapping[int, int], takes: int, device: int
+    ) -> None:
+        self._launches, self._numbers, self._device = launches, numbers, device
+        self._places = [(word, 4 * first) for word, first in places.items()]
+        self._takes = takes  # of the addresses, so many
 
     def launch(self, addresses: Sequence[int]) -> Any:
-        """The refined records and their runs, in memory of the stream, which what follows on it may read."""
+        """The refined plans, in memory of the stream, which what follows on it may read."""
         refined = gpu.whole_numbers(self._numbers, self._device)
         for prepared in self._launches:
-            prepared.launch([*addresses, refined.data_ptr()])
+            prepared.launch([*addresses[: self._takes], refined.data_ptr()])
         return refined
 
     def places_in(self, refined: Any) -> Iterator[tuple[int, int]]:
         """Which words of the kernel's parameters have which addresses."""
         first = refined.data_ptr()
-        return zip(self._places, (first, first + self._runs_at), strict=True)
+        return ((word, first + at) for word, at in self._places)
 
 
 def prepare(
@@ -188,13 +192,17 @@ def prepare_backward_sm90(
     for rung, blocks in zip(rungs, counts, strict=True):
         source, full, order = _backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers)
         launch = marshal.backward_launch(full, shape, by_key, by_query, numbers_by_query.data_ptr(), maps, at_once)
+        refining = None
+        if rung is rungs[1]:  # which follows the plans
+            at = numbers_by_query.data_ptr(), numbers.data_ptr()
+            refining = _backward_refining(spec, shape, tile, launch, by_query, by_key, at, order, device)
         inner, kind = type(launch).backward.offset, type(full)
         further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
         further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
         mapped = [0, 1, 2, len(OPERANDS) + len(order)]  # q, k, v and d_out
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = [numbers, numbers_by_query]
-        made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, mapped=mapped))
+        made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, refining, mapped))
     return made, list(hoppers.workspace(shape, marshal.blocks(shape, by_query)).values())
 
 
@@ -226,7 +234,40 @@ def _refining(
         call = marshal.refinement(params.params, tables, joins=source is join)
         places = [*_places(call, order, spec.sinks is not None), type(call).refined.offset // _WORD]
         launches.append(Prepared(device, source, blocks[source], call, places, [numbers]))
-    return Refining(launches, params, tables, tile, device)
+    kind = type(params)
+    runs = kind.params.offset + type(params.params).runs.offset
+    parts = {kind.records.offset // _WORD: 0, runs // _WORD: marshal.RECORD * tables.n_records}
+    takes = len(OPERANDS) + len(order) + (spec.sinks is not None)
+    return Refining(launches, marshal.refined_numbers(tables, tile), parts, takes, device)
+
+
+def _backward_refining(
+    spec: Attention, shape: Shape, tile: Tile, launch: Any, by_query: Tables, by_key: Tables, at: tuple[int, int],
+    order: Sequence[int], device: int,
+) -> Refining | None:  # fmt: skip
+    """Before Hopper's backward pass, whose parameters are told that plans come in pairs; at: where the tables are."""
+    sizes = marshal.backward_refined_parts(by_query, by_key)
+    total = sum(sizes.values())
+    if not marshal.is_unseen(spec) or by_query.most_tiles == 0 or 4 * total > marshal.REFINED_AT_MOST:
+        return None
+    look, _ = assembled(REFINE_BACKWARD, spec, shape, tile)
+    join = replace(look, threads=REFINE_BACKWARD.JOINERS, shared_bytes=0)
+    blocks = marshal.backward_refinement_blocks(by_query, by_key, tile, look.threads)
+    launches = []
+    for source, count in zip((look, join), blocks, strict=True):
+        call = marshal.backward_refinement(launch.backward.params, by_query, by_key, at, joins=source is join)
+        places = [*_places(call, order, False), type(call).refined.offset // _WORD]
+        launches.append(Prepared(device, source, count, call, places, []))
+    launch.offsets_apart = 2
+    kind, inner = type(launch), type(launch).backward.offset + type(launch.backward).params.offset
+    params = type(launch.backward.params)
+    words = {
+        "offsets_by_query": kind.offsets.offset, "runs_by_query": kind.runs.offset,
+        "offsets_by_key": inner + params.offsets.offset, "runs_by_key": inner + params.runs.offset,
+    }  # fmt: skip
+    firsts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
+    parts = {word // _WORD: firsts[name] for name, word in words.items()}
+    return Refining(launches, total, parts, len(OPERANDS) + len(order), device)
 
 
 def _places(params: Any, order: Sequence[int], has_sinks: bool) -> list[int]:

@@ -348,9 +348,12 @@ class Hoppers:
 class Refine:
     """No kernel of the ladder: it looks at masks before one. Assembled as they are."""
 
-    name, folder = "refine", SOURCES
+    folder = SOURCES
     KEY_ROOM = 32  # bytes
     JOINERS = 32  # threads of a block of its second launch
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def threads(self, tile: Tile) -> int:
         return 1024 // tile.q * tile.q
@@ -383,7 +386,7 @@ def _halved(parts: int) -> int:
 
 
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
-REFINE = Refine()
+REFINE, REFINE_BACKWARD = Refine("refine"), Refine("refine_backward")
 # Those of backward passes, one after the other.
 BACKWARD: tuple[Rung, ...] = (TiledDQuery(), TiledDKeys())
 BACKWARD_SM90, UNORDERED_SM90 = Hoppers(ordered=True), Hoppers(ordered=False)

@@ -1,5 +1,5 @@
-"""The structures that kernels take, field by field as in source/params.h, items.h, sm90.h, backward.h, sm90_backward.h
-and refine.cu."""
+"""The structures that kernels take, field by field as in source/params.h, items.h, sm90.h, backward.h, sm90_backward.h,
+refine.cu and refine_backward.cu."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def backward_launch_type(n_arrays: int) -> type[Structure]:
             ("backward", backward_type(n_arrays)),
             *((name, c_void_p) for name in ("sequences", "offsets", "runs")),
             *((name, c_void_p) for name in WORKSPACE),
-            ("q_tiles", c_int32),
+            *((name, c_int32) for name in ("q_tiles", "offsets_apart")),
             ("next_item", c_void_p),
             *((name, c_int32) for name in ("items", "section", "sections")),
         ]  # fmt: skip
@@ -123,6 +123,31 @@ def refinement_type(n_arrays: int) -> type[Structure]:
         ]  # fmt: skip
 
     return Refinement
+
+
+class Plan(Structure):
+    """Of source/refine_backward.cu."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("sequences", "offsets", "runs")),
+        *((name, c_int32) for name in ("tiles", "n_offsets", "most")),
+    ]  # fmt: skip
+
+
+@cache
+def backward_refinement_type(n_arrays: int) -> type[Structure]:
+    """Refinement of source/refine_backward.cu."""
+
+    class BackwardRefinement(Structure):
+        _fields_ = [
+            ("params", params_type(n_arrays)),
+            *((name, Plan) for name in ("by_query", "by_key")),
+            *((name, c_int32) for name in ("batches", "heads")),
+            ("refined", c_void_p),
+            ("joins", c_int32),
+        ]  # fmt: skip
+
+    return BackwardRefinement
 
 
 def aligned(kind: type[Structure]) -> Any:

@@ -33,7 +33,7 @@ struct Launch {  // as in ../structs.py
     float* rows;  // of each query tile of each head: -lse, by which exponents are shifted, then -delta, with which d_p begins
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
     int* turns;  // of each of those, or of each half: how many key tiles were added
-    int q_tiles;
+    int q_tiles, offsets_apart;  // query tiles of all sequences; from one tile's offsets to the next one's, in both plans
     int* next_item;
     int items, section, sections;  // as in sm90.h, of key tiles and key heads
 };
@@ -103,7 +103,8 @@ struct Visits {
     // Where a plan has the runs of a tile of this sequence and head.
     __device__ __forceinline__ const int* offsets_of(const Sequence* sequences, const int* offsets, int of) const {
         const Sequence& here = sequences[sequence];
-        return offsets + here.offsets + int64(b) * here.offsets_batch + int64(h) * here.offsets_head + of;
+        const int64 at = here.offsets + int64(b) * here.offsets_batch + int64(h) * here.offsets_head + of;
+        return offsets + at * launch.offsets_apart;
     }
     __device__ __forceinline__ int first_query() const {
         return launch.backward.params.sequences[sequence].q_begin + tile * TILE_Q;
