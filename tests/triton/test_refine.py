@@ -46,9 +46,10 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_plan, "_LEAST_VISITS", 0)
 
 
-def _visits(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> dict[tuple[int, ...], list[Any]]:
+def visits_of(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> dict[tuple[int, ...], list[Any]]:
     """The runs of each batch index, head and tile, as kernels get them; of packed sequences, by where those begin."""
-    _, (records, *_), runs, _ = launch_plan.planned(spec, shape, tile, torch.zeros(1), by_key)
+    _, (records, *_), runs, _ = launch_plan.planned(spec, shape, tile, torch.zeros(1, device=shape.device), by_key)
+    records, runs = records.cpu(), runs.cpu()
     return {
         (b, h, *(int(records[b, h, i, field]) for field in (1, 2, 0))): runs[start : start + count].tolist()
         for b, h, i in np.ndindex(records.shape[:3])
@@ -56,14 +57,14 @@ def _visits(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> 
     }
 
 
-def _count(visits: dict[tuple[int, ...], list[Any]]) -> int:
+def count_of(visits: dict[tuple[int, ...], list[Any]]) -> int:
     return sum(last - first for runs in visits.values() for first, last, _ in runs)
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by key"])
 @pytest.mark.parametrize("name", MASKS)
 def test_kinds_are_those_of_the_scores(name: str, by_key: bool) -> None:
-    visits = _visits(Attention(1.0, MASKS[name]), SHAPE, TILE, by_key)
+    visits = visits_of(Attention(1.0, MASKS[name]), SHAPE, TILE, by_key)
     want = _kinds(MASKS[name])
     for (b, h, *_, first), runs in visits.items():
         row = want[b, h, :, first // TILE.k] if by_key else want[b, h, first // TILE.q]
@@ -91,10 +92,11 @@ def test_documents_have_the_plan_of_those_that_the_host_sees(by_key: bool) -> No
     n, tile = 192, Tile(16, 16)
     ids, shape = np.arange(n) // 25, Shape(1, 1, 1, n, n, 16, 16)
     found, want = (
-        _visits(Attention(1.0, tw.causal() & tw.document(x)), shape, tile, by_key) for x in (torch.from_numpy(ids), ids)
+        visits_of(Attention(1.0, tw.causal() & tw.document(x)), shape, tile, by_key)
+        for x in (torch.from_numpy(ids), ids)
     )
     assert found == want
-    assert _count(found) < _count(_visits(Attention(1.0, tw.causal()), shape, tile, by_key)) / 2
+    assert count_of(found) < count_of(visits_of(Attention(1.0, tw.causal()), shape, tile, by_key)) / 2
 
 
 @pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by key"])
@@ -104,7 +106,7 @@ def test_packed_sequences_have_it_too(by_key: bool) -> None:
 
     def visits(ids: Any, counts: Any) -> Any:
         mask = tw.causal() & (load(ids, QP) == load(ids, KP)) & load(counts, B)
-        return _visits(Attention(1.0, mask, lengths=Lengths(ends, ends)), shape, tile, by_key)
+        return visits_of(Attention(1.0, mask, lengths=Lengths(ends, ends)), shape, tile, by_key)
 
     assert visits(torch.from_numpy(ids), torch.from_numpy(counts)) == visits(ids, counts)
 
@@ -160,7 +162,7 @@ def test_arrays_may_change_between_calls() -> None:
     spec, shape = Attention(0.3, tw.document(ids)), Shape(1, 1, 1, 70, 70, 16, 16)
     for step in (40, 15, 70):
         ids.copy_(torch.arange(70) // step)
-        assert _visits(spec, shape, TILE) == _visits(Attention(0.3, tw.document(ids.numpy())), shape, TILE)
+        assert visits_of(spec, shape, TILE) == visits_of(Attention(0.3, tw.document(ids.numpy())), shape, TILE)
 
 
 def test_decoding_is_as_it_was() -> None:
