@@ -35,6 +35,8 @@ MASKS = {
     "dense of heads": tw.causal() & tw.dense(torch.from_numpy(RNG.random((2, 2, 40, 70)) < 0.01)),
     "heads": load(torch.tensor([0, 40]), H) > K,
     "padding, or near": load(torch.arange(70) < torch.tensor([[20], [70]]), B, K) | tw.window(3),
+    "a gap that the host knows": load(torch.ones(70, dtype=torch.bool), K) & ((K < 32) | (K >= 64)),
+    "a tile a row": load(torch.ones(70, dtype=torch.bool), K) & (Q // TILE.q == K // TILE.k),
     "nothing": load(torch.zeros(40, dtype=torch.int32), Q) > 0,
     "everything": load(torch.ones(70, dtype=torch.int32), K) > 0,
 }
@@ -44,6 +46,7 @@ MASKS = {
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "is_elsewhere", arrays.is_torch)
     monkeypatch.setattr(launch_plan, "_LEAST_VISITS", 0)
+    monkeypatch.setattr(launch_plan, "_AT_ONCE", 2)  # so that a row's tiles are joined bit by bit
 
 
 def visits_of(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> dict[tuple[int, ...], list[Any]]:
