@@ -14,10 +14,9 @@ from tilewise.kernels.triton.tuning import processors
 from tilewise.schedule import is_unseen
 from tilewise.spec import Attention, Shape, Tile
 
-# Two launches take about as long as a program's way through so many tiles.
-_LEAST_VISITS = 32
+_LEAST_VISITS = 32  # tiles one after the other, which take about as long as two launches
 _AT_MOST = 256 << 20  # bytes of memory
-_AT_ONCE = 256
+_AT_ONCE = 256  # tiles of a row that are joined at a time
 
 
 def planned(spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool = False) -> tuple[Any, ...]:
@@ -34,9 +33,10 @@ def _is_worthwhile(plan: Plan, spec: Attention, shape: Shape, device: Any) -> bo
     batch, heads, tiles, fields = plan.records.shape
     if 4 * batch * heads * tiles * (fields + 4 * plan.most_visits) > _AT_MOST:
         return False
+    if spec.batch_invariant:  # not decided by what else is in the batch
+        return True
     visits = plan.visits * (shape.batch // batch) * (shape.heads // heads)
-    # One program's way is as long as it is, however few there are.
-    return spec.batch_invariant or max(plan.most_visits, visits // processors(device)) >= _LEAST_VISITS
+    return bool(max(plan.most_visits, visits // processors(device)) >= _LEAST_VISITS)
 
 
 def refined(plan: Plan, spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool) -> Plan:
