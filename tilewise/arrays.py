@@ -60,6 +60,11 @@ def device_name(x: Any) -> str:
     return str(x.device) if is_torch(x) else "cpu"
 
 
+def is_elsewhere(x: Any) -> bool:
+    """Whether it is not in main memory, so that the host would have to wait before it looks at it."""
+    return device_name(x) != "cpu"
+
+
 def kind_of(x: Any) -> str | None:
     """bool, int, float, or None for any other type."""
     name = dtype_name(x)

@@ -172,7 +172,7 @@ def _load(slot: Loaded, *index: Interval) -> Interval:
     An array on another device is not looked at, since that would wait for it: its values are unknown.
     """
     kind = arrays.value_kind(slot.array)
-    if arrays.device_name(slot.array) != "cpu":
+    if arrays.is_elsewhere(slot.array):
         return (np.asarray(False), np.asarray(True)) if kind == "bool" else (np.asarray(np.nan), np.asarray(np.nan))
     array = arrays.as_numpy(slot.array)
     if array.dtype == arrays.BFLOAT16:

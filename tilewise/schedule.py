@@ -212,6 +212,11 @@ def live_expression(spec: Attention) -> Expr | None:
     return finite if spec.mask is None else spec.mask & finite
 
 
+def is_unseen(spec: Attention) -> bool:
+    """Whether the mask reads arrays that no plan looks at, so that tiles are PARTIAL for want of better."""
+    return spec.mask is not None and any(arrays.is_elsewhere(slot.array) for slot in loads(spec.mask))
+
+
 def _may_be_minus_infinity(score: Expr) -> bool:
     """Only a constant -inf or a float array that is read by position can make a block of scores -inf on purpose."""
     return any(

@@ -18,9 +18,19 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tilewise as tw
+from tilewise import arrays
 from tilewise.cache import Cache
-from tilewise.expr import H, K, Q, load
-from tilewise.kernels.triton import arguments, fitting, launch, launch_decode, launch_projection, launch_rope, tuning
+from tilewise.expr import B, Expr, H, K, Q, load
+from tilewise.kernels.triton import (
+    arguments,
+    fitting,
+    launch,
+    launch_decode,
+    launch_plan,
+    launch_projection,
+    launch_rope,
+    tuning,
+)
 from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
 
@@ -69,6 +79,13 @@ def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False, n: i
             launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), d_lse, None)
 
 
+def _refine(mask: Expr, dtype: torch.dtype, d: int) -> None:
+    """A mask of arrays that the host has not seen."""
+    seen, arrays.is_elsewhere = arrays.is_elsewhere, arrays.is_torch
+    _call(Attention(0.1, mask), dtype, d)
+    arrays.is_elsewhere = seen
+
+
 def _decode(spec: Attention, dtype: torch.dtype, d: int, page_size: int | None, rope: tw.Rope | None = None) -> None:
     """A cache long enough for its keys to be shared, so that shares are merged."""
     x = torch.zeros(1, 2, 3, d, dtype=dtype)
@@ -109,6 +126,8 @@ def main() -> None:
     for score in scores:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
+    launch_plan._LEAST_VISITS = 0
+    _refine(causal & tw.document(torch.zeros(160, dtype=torch.int64)), torch.bfloat16, 64)
     _project(torch.bfloat16, 128, tw.Rope())
     _turn(torch.bfloat16, 128, tw.Rope())
     _decode(Attention(0.1), torch.bfloat16, 128, None)
@@ -134,6 +153,9 @@ def _further(causal: Any, scores: list[Any]) -> None:
     for interleaved in (False, True):
         for dtype, d, dim in ((torch.float16, 80, 24), (torch.float32, 512, None), (torch.bfloat16, 7, 2)):
             _turn(dtype, d, tw.Rope(dim, interleaved=interleaved))
+    dense, padding = torch.zeros(4, 160, 160, dtype=torch.bool), torch.zeros(1, 160, dtype=torch.bool)
+    _refine(causal & tw.dense(dense), torch.float16, 128)
+    _refine(tw.window(20) | load(padding, B, K), torch.float32, 256)
     sinks = np.zeros(8, np.float32)
     for dtype, d, page_size in (
         (torch.bfloat16, 128, None), (torch.float16, 80, 16), (torch.bfloat16, 64, 256), (torch.float32, 128, 16),

@@ -41,7 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def _plan(device: Any, mask: Any, by_key: bool = False) -> Any:
-    return arguments._plan_on(device, Attention(1.0, mask), SHAPE, TILE, by_key)
+    return arguments.plan_on(device, Attention(1.0, mask), SHAPE, TILE, by_key)
 
 
 def test_the_same_call_has_the_same_plan(gpu: Device) -> None:

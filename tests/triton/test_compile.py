@@ -15,7 +15,7 @@ from tilewise.kernels.triton import source
 
 KERNELS = {
     "basic", "forward", "d_query", "d_keys", "of_rows", "of_columns", "of_pairs", "of_distances", "of_cells",
-    "decode", "merge", "append", "project", "gather", "turn",
+    "decode", "merge", "append", "project", "gather", "turn", "look", "join",
 }  # fmt: skip
 
 

@@ -11,11 +11,13 @@ import pytest
 
 import tilewise as tw
 from tilewise import validate, wire
+from tilewise.spec import Attention, Shape, Tile
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from tilewise.nn import MultiHeadAttention  # noqa: E402 - only with both of them
+from tests.triton.test_refine import count_of, visits_of  # noqa: E402 - only with both of them
+from tilewise.nn import MultiHeadAttention  # noqa: E402
 from tilewise.pytorch.operator import attention  # noqa: E402
 
 pytestmark = [
@@ -165,6 +167,65 @@ def test_a_training_step_in_a_graph() -> None:
         torch.manual_seed(seed)
         with torch.no_grad():
             q.copy_(torch.randn_like(q))
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip([x.clone() for x in found], step(), strict=True))
+
+
+def _documents(n: int = 2048) -> Any:
+    """Eight, of different lengths, for each of two batch indices."""
+    torch.manual_seed(0)
+    return torch.cat([torch.zeros(2, 1), (torch.rand(2, n - 1).argsort() < 7).cumsum(1)], 1).int()
+
+
+@pytest.mark.parametrize("by_key", [False, True], ids=["by query", "by key"])
+def test_a_mask_of_the_gpus_arrays_skips_as_many_tiles_as_one_of_the_cpus(by_key: bool) -> None:
+    ids, shape = _documents(), Shape(2, 4, 2, 2048, 2048, 64, 64, "bfloat16", f"{DEVICE}:0")
+    found, want = (
+        visits_of(Attention(0.1, tw.causal() & tw.document(x)), shape, Tile(64, 64), by_key)
+        for x in (ids.to(DEVICE), ids)
+    )
+    assert found == want
+    assert count_of(found) < 2 * 528 / 3  # each batch index has 528 if none is skipped
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what its compiler imports
+@pytest.mark.parametrize("kernel", ["triton", "auto"])
+def test_gradients_under_a_mask_of_the_gpus_arrays(kernel: str) -> None:
+    """Called, and compiled."""
+    ids, drawing = _documents(), Drawing(torch.bfloat16)
+    q, k, v = drawing.inputs(2048, d=64)
+
+    def attend(q: Any, k: Any, v: Any, ids: Any) -> Any:
+        return tw.attention(q, k, v, mask=tw.causal() & tw.document(ids), kernel=kernel)
+
+    d_out = torch.randn(2, 4, 2048, 64)
+    want = tw.attention(*drawing.there, mask=tw.causal() & tw.document(ids))
+    twins = torch.autograd.grad(want, drawing.there, d_out.double())
+    for call in (attend, torch.compile(attend, fullgraph=True)):
+        out = call(q, k, v, ids.to(DEVICE))
+        assert _off(out, want) < 2e-2
+        grads = torch.autograd.grad(out, drawing.here, d_out.to(DEVICE, torch.bfloat16))
+        assert all(_off(a, b) < 2e-2 for a, b in zip(grads, twins, strict=True))
+
+
+def test_a_mask_is_looked_at_in_every_replay() -> None:
+    drawing, ids = Drawing(torch.bfloat16), _documents().to(DEVICE)
+    q, k, v = drawing.inputs(2048, d=64)
+
+    def step() -> list[Any]:
+        out = tw.attention(q, k, v, mask=tw.causal() & tw.document(ids), kernel="triton")
+        return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = step()
+    for length in (100, 1000, 2048):
+        ids.copy_((torch.arange(2048, device=DEVICE) // length).int().expand(2, 2048))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip([x.clone() for x in found], step(), strict=True))
 

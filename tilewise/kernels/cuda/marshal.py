@@ -12,7 +12,6 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import Loaded
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table
@@ -149,21 +148,11 @@ def _by_warpgroup(spec: Attention, part: Shape, tile: Tile) -> Runs:
     if part.n_k == 0:  # a tile to mask, so that there is one
         rows = -(-part.n_q // tile.q)
         return Runs(np.array([[0, 1, 0b010101]] * rows), np.arange(rows + 1)[None, None])
-    if spec.score is not None and any(map(_is_elsewhere, loads(spec.score))):
+    if spec.score is not None and any(arrays.is_elsewhere(slot.array) for slot in loads(spec.score)):
         spec = replace(spec, score=None)  # scores of -inf need no mask; that all are in a tile, nobody can know
     if not spec.loaded:  # rows beyond the last query are computed as if they were there: no reason for a mask
         part = replace(part, n_q=-(-part.n_q // WARPGROUP_ROWS) * WARPGROUP_ROWS)
     return plan(spec, part, Tile(WARPGROUP_ROWS, tile.k)).joined(tile.q // WARPGROUP_ROWS, most_skipped=1)
-
-
-def _is_elsewhere(slot: Loaded) -> bool:
-    """Whether the host cannot look at an array."""
-    return arrays.device_name(slot.array) != "cpu"
-
-
-def is_unseen(spec: Attention) -> bool:
-    """Whether the mask reads arrays that the host cannot look at, so that tiles are PARTIAL for want of better."""
-    return spec.mask is not None and any(map(_is_elsewhere, loads(spec.mask)))
 
 
 def _records_of(made: Runs, fields: tuple[int, ...], tile: Tile, n_runs: int) -> Array:

@@ -17,6 +17,7 @@ from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, REFINE_BACKWARD, Hoppers, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
+from tilewise.schedule import is_unseen
 from tilewise.spec import Attention, Shape, Tile
 
 _WORD = 8  # bytes
@@ -224,7 +225,7 @@ def _refining(
     spec: Attention, shape: Shape, tile: Tile, params: Any, tables: Tables, order: Sequence[int], device: int,
     numbers: Any,
 ) -> Refining | None:  # fmt: skip
-    if not marshal.is_unseen(spec) or 4 * marshal.refined_numbers(tables, tile) > marshal.REFINED_AT_MOST:
+    if not is_unseen(spec) or 4 * marshal.refined_numbers(tables, tile) > marshal.REFINED_AT_MOST:
         return None
     look, _ = assembled(REFINE, spec, shape, tile)
     join = replace(look, threads=REFINE.JOINERS, shared_bytes=0)

@@ -25,13 +25,6 @@ from tilewise.spec import Attention, Lengths, Shape, Tile
 T = TypeVar("T")
 
 
-def planned(spec: Attention, shape: Shape, tile: Tile, q: Any, by_key: bool = False) -> tuple[Any, ...]:
-    """The grid; the records of its tiles, their runs, and the variant's arrays."""
-    made = _plan_on(q.device, spec, shape, tile, by_key)
-    grid = made.tiles, shape.heads_k if by_key else shape.heads, shape.batch
-    return grid, records_of(spec, shape, made.records, made.steps), made.runs, loaded_by(spec, q)
-
-
 def records_of(spec: Attention, shape: Shape, records: Any, steps: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
     """Records as kernels take them: with their steps, and whether all variables begin at 0."""
     from_zero = spec.lengths is None and shape.origin_q == shape.origin_k == 0
@@ -39,13 +32,14 @@ def records_of(spec: Attention, shape: Shape, records: Any, steps: tuple[int, in
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class Plan:
     """Tables on a device."""
 
     records: Any
     runs: Any
     steps: tuple[int, int]
-    tiles: int
+    visits: int
+    most_visits: int
 
 
 _on_devices = Kept[tuple[Any, list[Any]]](256)
@@ -74,16 +68,16 @@ def kept_on(device: Any, key: tuple[Any, ...], slots: Sequence[Loaded], make: Ca
     return kept
 
 
-def _plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> _Plan:
+def plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> Plan:
     """It looks at arrays in main memory alone."""
 
-    def make() -> _Plan:
+    def make() -> Plan:
         made = tables(spec, shape, tile, by_key)
         records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
-        return _Plan(records, runs, made.steps, made.tiles)
+        return Plan(records, runs, made.steps, made.visits, made.most_visits)
 
     expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
-    looked_at = [slot for slot in spec.loaded if slot.constant or arrays.device_name(slot.array) == "cpu"]
+    looked_at = [slot for slot in spec.loaded if slot.constant or not arrays.is_elsewhere(slot.array)]
     return kept_on(device, ("plan", shape, tile, by_key, key_of(spec.lengths), expressions), looked_at, make)
 
 

@@ -17,12 +17,12 @@ from tilewise.kernels.triton.arguments import (
     keys_of,
     loaded_by,
     maps,
-    planned,
     sizes,
     steps_of,
     tensor,
 )
 from tilewise.kernels.triton.launch_gradients import of_arrays
+from tilewise.kernels.triton.launch_plan import planned
 from tilewise.kernels.triton.source import backward as backward_kernels
 from tilewise.kernels.triton.source import basic as basic_kernel
 from tilewise.kernels.triton.source import forward as forward_kernels

@@ -19,11 +19,11 @@ from tilewise.kernels.triton.arguments import (
     key_of,
     keys_of,
     maps,
-    planned,
     sequences_of,
     sizes,
     steps_of,
 )
+from tilewise.kernels.triton.launch_plan import planned
 from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, readers_of_cells, reads
 from tilewise.kernels.triton.source import gradients
 from tilewise.kernels.triton.tuning import Choice, Pass, chosen, distances

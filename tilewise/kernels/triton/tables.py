@@ -22,10 +22,8 @@ class Tables:
 
     records: Array
     runs: Array
-
-    @property
-    def tiles(self) -> int:
-        return int(self.records.shape[2])
+    visits: int  # of tiles by all records
+    most_visits: int  # by one of them
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -37,24 +35,24 @@ class Tables:
 def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> Tables:
     """The tiles of queries with the key tiles that each visits, or the other way round; those with the most first."""
     spec = _as_the_host_sees_it(spec)
-    records = [np.zeros((1, 1, 0, FIELDS), np.int64)]  # there may be no sequence
+    parts = [np.zeros((1, 1, 0, FIELDS), np.int64)]  # there may be no sequence
     runs: list[Array] = []
     n_runs = 0
     for part, queries, keys in shape.sequences(spec.lengths):
         made = plan(spec, part, tile)
         rows = made.by_key if by_key else made.by_query
-        records.append(
-            _records(rows, part, (queries.start or 0, keys.start or 0), tile.k if by_key else tile.q, n_runs)
-        )
+        begins = queries.start or 0, keys.start or 0
+        parts.append(_records(rows, part, begins, tile.k if by_key else tile.q, n_runs))
         runs.append(rows.table)
         n_runs += len(rows.table)
-    heads = np.broadcast_shapes(*(x.shape[:2] for x in records))
-    every = np.concatenate([np.broadcast_to(x, (*heads, *x.shape[2:])) for x in records], axis=2)
+    heads = np.broadcast_shapes(*(x.shape[:2] for x in parts))
+    every = np.concatenate([np.broadcast_to(x, (*heads, *x.shape[2:])) for x in parts], axis=2)
     table = np.concatenate([*runs, np.zeros((1, 3), np.int64)])  # never empty
     size = np.concatenate([[0], np.cumsum(table[:, 1] - table[:, 0])])
-    work = (size[every[..., _FIRST_RUN] + every[..., _N_RUNS]] - size[every[..., _FIRST_RUN]]).sum(axis=(0, 1))
-    every = every[:, :, np.argsort(-work, kind="stable")]
-    return Tables(np.ascontiguousarray(every, np.int32), table.astype(np.int32))
+    visits = size[every[..., _FIRST_RUN] + every[..., _N_RUNS]] - size[every[..., _FIRST_RUN]]
+    every = every[:, :, np.argsort(-visits.sum(axis=(0, 1)), kind="stable")]
+    records, table = np.ascontiguousarray(every, np.int32), table.astype(np.int32)
+    return Tables(records, table, int(visits.sum()), int(visits.max(initial=0)))
 
 
 def sequences(shape: Shape, lengths: Lengths | None) -> Array:
@@ -81,6 +79,6 @@ def _fields(part: Shape, begins: tuple[int, int]) -> Array:
 
 def _as_the_host_sees_it(spec: Attention) -> Attention:
     """Arrays on a GPU are not looked at: tiles in which scores are all -inf because of them are visited."""
-    if spec.score is not None and any(arrays.device_name(slot.array) != "cpu" for slot in loads(spec.score)):
+    if spec.score is not None and any(arrays.is_elsewhere(slot.array) for slot in loads(spec.score)):
         return replace(spec, score=None)
     return spec

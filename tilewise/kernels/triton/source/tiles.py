@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+EMPTY: tl.constexpr = tl.constexpr(0)
 PARTIAL: tl.constexpr = tl.constexpr(1)
 FULL: tl.constexpr = tl.constexpr(2)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -26,9 +27,15 @@ FIELDS: tl.constexpr = tl.constexpr(14)
 
 @triton.jit
 def tile_of(records, b, h, group, SIZE: tl.constexpr):
-    """This program's tile: its first query or key, a multiple of SIZE, where its sequence's rows begin and how many
-    there are, the first of its runs and the one behind the last, and what variables begin at."""
-    record = records[0] + b * records[1] + h * records[2] + tl.program_id(0) * FIELDS
+    """This program's tile."""
+    return tile_at(records, tl.program_id(0), b, h, group, SIZE)
+
+
+@triton.jit
+def tile_at(records, number, b, h, group, SIZE: tl.constexpr):
+    """A tile: its first query or key, a multiple of SIZE, where its sequence's rows begin and how many there are, the
+    first of its runs and the one behind the last, and what variables begin at."""
+    record = records[0] + b * records[1] + h * records[2] + number * FIELDS
     first_run = tl.load(record + FIRST_RUN)
     return (
         tl.multiple_of(tl.load(record + FIRST), SIZE), tl.load(record + Q_BEGIN), tl.load(record + K_BEGIN),
