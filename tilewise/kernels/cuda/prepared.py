@@ -249,7 +249,7 @@ def _backward_refining(
     """Before Hopper's backward pass, whose parameters are told that plans come in pairs; at: where the tables are."""
     sizes = marshal.backward_refined_parts(by_query, by_key)
     total = sum(sizes.values())
-    if not marshal.is_unseen(spec) or by_query.most_tiles == 0 or 4 * total > marshal.REFINED_AT_MOST:
+    if not is_unseen(spec) or by_query.most_tiles == 0 or 4 * total > marshal.REFINED_AT_MOST:
         return None
     look, _ = assembled(REFINE_BACKWARD, spec, shape, tile)
     join = replace(look, threads=REFINE_BACKWARD.JOINERS, shared_bytes=0)
