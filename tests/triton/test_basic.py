@@ -14,10 +14,10 @@ from tilewise.contract import check_forward
 
 CASES = [
     Case("full", "one key"),
-    Case("causal", "ragged"),
+    Case("causal", "smallest head"),
     Case("window", "packed"),
-    Case("sinks", "smallest head"),
-    Case("all at once", "grouped", "bfloat16"),
+    Case("sinks", "one query"),
+    Case("all at once", "one query", "bfloat16"),
 ]
 
 
