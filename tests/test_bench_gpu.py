@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 
 from tests import fake_stage as fakes  # noqa: E402
 from tilewise import cli  # noqa: E402
-from tilewise.bench.gpu import cases, contestants, first, run, suite, targets, timing  # noqa: E402
+from tilewise.bench.gpu import cases, contestants, first, module, run, suite, targets, timing  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
 from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLASH_ORDERED, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
 from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients  # noqa: E402
@@ -65,7 +65,8 @@ def test_the_sections_are_what_the_command_offers() -> None:
     assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
         "forward": 36, "stress": 32, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
-        "units": 7, "triton": 18, "backward": 22, "gradients": 24, "decode": 3, "launch": 1, "first": 19,
+        "units": 7, "triton": 18, "backward": 22, "gradients": 36, "step": 8, "decode": 3, "launch": 1,
+        "first": 19,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -146,6 +147,23 @@ def test_gradients_are_judged(variant: str) -> None:
     assert {name: r["status"] for name, r in found.items()} == {"tilewise cpu": "ok", "right": "ok", "off": "wrong"}
     assert found["right"]["error"] < ALLOWED / 2
     assert case.flops == 2.5 * replace(case, backward=False).flops
+
+
+@pytest.mark.parametrize("variant", ["full", "causal"])
+def test_a_step_of_a_module_is_judged(variant: str) -> None:
+    """Ours beside the same one on PyTorch's attention, whose gradients of x and of both weights are expected."""
+    case = Case(variant, 96, 16, tokens=192, hidden=64, step=True)
+    inputs = cases.draw(case, 0, "cpu")
+    expected = module.Expected.of(case, inputs)
+    for steps in (module.ours(case, [inputs]), module.on_sdpa(case, [inputs])):
+        found = steps[0]()
+        assert [x.shape for x in found] == [(2, 96, 64), (192, 64), (64, 64)]
+        assert expected.error(found) < ALLOWED
+        assert expected.error((*found[:2], 1.1 * found[2])) > ALLOWED
+        assert expected.error((*found[:2], float("nan") * found[2])) == float("inf")
+    assert case.flops == 3.5 * replace(case, step=False).flops + 3 * 2 * 192 * 4 * 64**2
+    record = measure(case, contestants.OUR_MODULE)[contestants.OUR_MODULE]
+    assert record["status"] == "ok" and record["step"]
 
 
 def test_the_gradient_of_a_bias_is_a_sum_over_all_heads() -> None:

@@ -41,6 +41,7 @@ GPU_SECTIONS = (
     "triton",
     "backward",
     "gradients",
+    "step",
     "decode",
     "launch",
     "first",

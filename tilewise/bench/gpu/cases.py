@@ -38,6 +38,7 @@ class Case:
     inputs: str = "normal"
     packed: str = ""  # sequences behind each other, one call for all: "equal" or "ragged" lengths
     backward: bool = False  # the gradients alone, of inputs for which forward was called
+    step: bool = False  # a training step of a module, projections and all gradients included
     queries: int = 0  # of each sequence, over a cache of n keys; 0: as many as keys, and no cache
     tokens: int = TOKENS
     hidden: int = HIDDEN
@@ -65,10 +66,11 @@ class Case:
     @property
     def flops(self) -> float:
         """The products over the visible pairs, the same count for everyone: two of forward, five of backward, however
-        often a kernel computes them. Causal counts half of full."""
-        products = 5 if self.backward else 2
+        often a kernel computes them; of a step all seven, and those of its projections. Causal counts half of full."""
+        products = 7 if self.step else 5 if self.backward else 2
+        projections = 3 * 2 * self.tokens * 4 * self.hidden**2 if self.step else 0
         pairs = sum(map(VARIANTS[self.variant].pairs, self.lengths)) * (self.queries / self.n if self.queries else 1)
-        return 2 * products * self.d * self.heads * pairs
+        return 2 * products * self.d * self.heads * pairs + projections
 
     @property
     def read_bytes(self) -> int:
@@ -80,7 +82,7 @@ class Case:
         return {
             "variant": self.variant, "n": self.n, "d": self.d, "batch": self.batch, "heads": self.heads,
             "heads_k": self.heads_k, "inputs": self.inputs, "packed": self.packed, "backward": self.backward,
-            "queries": self.queries, "dtype": DTYPE, "flops": self.flops,
+            "step": self.step, "queries": self.queries, "dtype": DTYPE, "flops": self.flops,
         }  # fmt: skip
 
 

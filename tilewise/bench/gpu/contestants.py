@@ -11,6 +11,7 @@ from typing import Any
 
 from tilewise import api, dispatch
 from tilewise.bench.contestants import OURS
+from tilewise.bench.gpu import module
 from tilewise.bench.gpu.cases import VARIANTS, Case, Extras, Inputs, Options
 from tilewise.bench.process import load
 from tilewise.bench.refusal import RefusedError
@@ -21,6 +22,8 @@ SDPA, SDPA_CUDNN, SDPA_FLASH = "torch sdpa", "torch sdpa cudnn", "torch sdpa fla
 EFFICIENT = "torch sdpa efficient"
 FLASH_ORDERED = FLASH + " deterministic"  # its gradients have the same bits each time
 DENSE, NO_GRAD, PAGED = " dense", " no_grad", " paged"  # what follows the name of ours
+MODULE = " module"  # of multi-head attention
+OUR_MODULE, SDPA_MODULE = f"{OURS}auto{MODULE}", f"{SDPA_CUDNN}{MODULE}"
 PAGE = 64  # keys
 
 Call = Callable[[], Any]
@@ -83,6 +86,8 @@ def find(name: str) -> Contestant:
 
 
 def _ours(name: str) -> Contestant:
+    if name == OUR_MODULE:
+        return Contestant(name, _enter_module, ours=True)
     kernel = name.removeprefix(OURS).removesuffix(DENSE).removesuffix(NO_GRAD).removesuffix(PAGED)
     if name.endswith(PAGED):
         return Contestant(name, partial(_enter_paged, kernel), partial(_unavailable, kernel), ours=True)
@@ -108,6 +113,10 @@ def _enter_ours(kernel: str, case: Case, sets: Sets) -> Entry:
     if case.packed:
         return Entry([partial(api.attention_varlen, x.q, x.k, x.v, x.lengths, x.lengths, **options) for x in sets])
     return Entry([partial(api.attention, x.q, x.k, x.v, **options) for x in sets])
+
+
+def _enter_module(case: Case, sets: Sets) -> Entry:
+    return Entry(module.ours(case, sets), capturable=False)
 
 
 def _enter_paged(kernel: str, case: Case, sets: Sets) -> Entry:
@@ -158,6 +167,13 @@ def _enter_sdpa(backend: str | None, case: Case, sets: Sets) -> Entry:
         options = {**options, "enable_gqa": True}
     around = nullcontext if backend is None else partial(sdpa_kernel, getattr(SDPBackend, backend))
     return Entry([partial(sdpa, x.q, x.k, x.v, **options) for x in sets], around=around)
+
+
+def _enter_module_on_cudnn(case: Case, sets: Sets) -> Entry:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    around = partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)
+    return Entry(module.on_sdpa(case, sets), around=around, capturable=False)
 
 
 def _enter_efficient(case: Case, sets: Sets) -> Entry:
@@ -248,4 +264,5 @@ _PEERS = (
     Contestant(SDPA_CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),
     Contestant(SDPA_FLASH, partial(_enter_sdpa, "FLASH_ATTENTION")),
     Contestant(EFFICIENT, _enter_efficient),
+    Contestant(SDPA_MODULE, _enter_module_on_cudnn),
 )

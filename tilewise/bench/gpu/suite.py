@@ -14,10 +14,12 @@ from tilewise.bench.gpu.contestants import (
     FLASH_ORDERED,
     FLEX,
     NO_GRAD,
+    OUR_MODULE,
     PAGED,
     SDPA,
     SDPA_CUDNN,
     SDPA_FLASH,
+    SDPA_MODULE,
 )
 from tilewise.bench.gpu.timing import Settings
 
@@ -55,6 +57,8 @@ class Section:
         if self.first:
             triton = [OURS + TRITON] if case.variant == "causal" else []
             return triton if case.backward else [ours, *triton]
+        if self.name == "step":
+            return [OUR_MODULE, *self.peers]
         if self.name == "decode":
             return [ours, ours + PAGED, *self.peers]
         if self.name == "gradients":
@@ -93,7 +97,8 @@ _BACKWARD = tuple(
     replace(case, backward=True)
     for case in (*_grid(_MASKS, (64, 128, 256), TRITON_LENGTHS), *_grid(("bias",), (64, 128), (1024, 4096)))
 )
-_GRADIENTS = tuple(replace(case, backward=True) for case in _grid(_MASKS, (64, 128), LENGTHS))
+_GRADIENTS = tuple(replace(case, backward=True) for case in _grid(_MASKS, (64, 128, 256), LENGTHS))
+_STEPS = tuple(replace(case, step=True) for case in _grid(_MASKS, (64, 128), (2048, 8192)))
 _DECODE = tuple(
     Case("full", n, 128, group=4, tokens=n * batch, hidden=4096, queries=1)
     for batch, n in ((1, 65536), (16, 8192), (64, 4096))
@@ -182,6 +187,13 @@ SECTIONS = {
             tuple(case for case in _GRADIENTS if case.n == 4096 and case.d == 128),
             (CUDNN, FLASH, FLASH_ORDERED),
             kernel="cuda/forward_sm90",
+        ),
+        Section(
+            "step",
+            "a training step of multi-head attention, projections and all gradients included",
+            _STEPS,
+            tuple(case for case in _STEPS if case.n == 2048 and case.d == 128),
+            (SDPA_MODULE,),
         ),
         Section(
             "decode",

@@ -6,7 +6,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLASH_ORDERED, FLEX, PAGED, SDPA
+from tilewise.bench.gpu.contestants import (
+    CUDNN,
+    DENSE,
+    EFFICIENT,
+    FLASH,
+    FLASH_ORDERED,
+    FLEX,
+    PAGED,
+    SDPA,
+    SDPA_MODULE,
+)
 from tilewise.bench.gpu.suite import AHEAD, LENGTHS
 from tilewise.bench.gpu.suite import TRITON as TRITON_NAME
 from tilewise.bench.table import geometric_mean
@@ -24,6 +34,8 @@ PACKING = 1.05  # times the time of the same sequences as a batch
 TRITON = (1.10, 1.00)  # to FlexAttention: the mean, and no case below
 BIAS_GRADIENT = 3.0
 GRADIENTS = (1.00, 0.93)  # to the best peer: the mean, and no case below
+ORDER = 0.85  # of the speed that gradients have in any order
+STEP = 1.00
 READING = 0.85  # of the rate at which memory is read
 LAUNCH = 1.5  # times that of PyTorch's own attention
 TRITON_SPEED = {"triton": 560.0, "backward": 470.0}  # TFLOP/s at d 128 and the longest n, of every mask
@@ -95,6 +107,23 @@ def _gradients(records: list[Record]) -> Iterator[Check]:
         if not name.endswith("unordered"):
             ordered = f"{what}: geometric mean to deterministic FlashAttention-4"
             yield _to_peer(ordered, chosen, FLASH_ORDERED, 1.0, geometric_mean)
+            yield _in_order(f"{what}: least of the speed in any order", records, name)
+
+
+def _in_order(what: str, records: list[Record], name: str) -> Check:
+    """The same case by both of ours."""
+
+    def case(r: Record) -> tuple[Any, ...]:
+        return r["variant"], r["d"], r["n"]
+
+    right = [r for r in records if r["status"] == "ok"]
+    loose = {case(r): r["median_ms"] for r in right if r["contestant"].endswith("unordered")}
+    both = [r for r in right if r["contestant"] == name and case(r) in loose]
+    return valued(Check(what, ORDER), both, lambda r: loose[case(r)] / r["median_ms"], min, "no case has both")
+
+
+def _step(records: list[Record]) -> Iterator[Check]:
+    yield _to_peer("a training step of a module: slowest case to cuDNN's", records, SDPA_MODULE, STEP)
 
 
 def _decode(records: list[Record]) -> Iterator[Check]:
@@ -174,6 +203,6 @@ def _to_peer(
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
     "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
-    "backward": _backward, "gradients": _gradients, "decode": _decode, "launch": _launch,
+    "backward": _backward, "gradients": _gradients, "step": _step, "decode": _decode, "launch": _launch,
     "first": _first,
 }  # fmt: skip
