@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
+from tilewise.kernels.triton.choices import Choice
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, remembered, variables
-
-if TYPE_CHECKING:
-    from tilewise.kernels.triton.tuning import Choice
 
 HOPPER = 227 << 10  # bytes
 LEAST = 16  # rows or columns, as tensor cores take a matrix
@@ -132,4 +130,18 @@ def shared_memory(device: str) -> int:
     """Of a block, in bytes. Where there is no GPU a kernel is interpreted, or compiled for one that may be large."""
     if not device.startswith("cuda"):
         return HOPPER
-    return int(sys.modules["torch"].cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = sys.modules["torch"].cuda.get_device_properties(device)
+    # PyTorch for AMD's GPUs does not tell the first; there both are the same.
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
+
+
+@cache
+def architecture(device: str) -> str:
+    """As compilers name it: sm_90, gfx942. Where there is no GPU, the one that the memory above is of."""
+    if not device.startswith("cuda"):
+        return "sm_90"
+    torch = sys.modules["torch"]
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
