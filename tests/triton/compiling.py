@@ -150,6 +150,9 @@ def _every_kernel(and_more: bool) -> None:
 
 
 def _further(causal: Any, scores: list[Any]) -> None:
+    for d in (64, 128, 256):  # plain calls, which have tiles of their own
+        _call(Attention(0.1), torch.bfloat16, d)
+    _call(Attention(0.1, causal, tw.S + scores[0] + scores[2]), torch.bfloat16, 128)
     for dtype, d in ((torch.float16, 80), (torch.bfloat16, 256), (torch.float32, 128)):
         _call(Attention(0.1, causal), dtype, d)
     for dtype, rope in ((torch.bfloat16, tw.Rope()), (torch.float16, tw.Rope(24, interleaved=True))):

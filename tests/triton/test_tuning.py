@@ -138,6 +138,7 @@ def test_what_was_measured_is_hoppers() -> None:
     for architecture, d in product(ROOM, HEADS):
         found = choices.entry(architecture, Pass.FORWARD, Calls.PLAIN, d)
         assert found.origin == ("measured" if architecture == "sm_90" and d <= 256 else "reckoned")
+    assert choices.entry("sm_90", Pass.DECODE, Calls.PLAIN, 256).origin == "reckoned"
     common, own = (choices.entry(x, Pass.D_QUERY, Calls.PLAIN, 64) for x in ("sm_80", "sm_90"))
     assert common.choice == own.choice and "any GPU" in common.row and "sm_90" in own.row
     assert choices.entry("sm_89", Pass.FORWARD, Calls.PLAIN, 64) == choices.entry(

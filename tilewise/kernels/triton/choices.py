@@ -64,7 +64,8 @@ def _of(kind: Pass, by_head: _ByHead) -> _Row:
     return {(kind, calls): by_head for calls in Calls}
 
 
-# For half precision. Measured on an H200, heads of 64 to 256; those of 512 are reckoned from what has room.
+# For half precision. Measured on an H200 (results/gpu has what they reach) but for what _MEASURED leaves out, which is
+# reckoned from what has room.
 _HOPPER: _Row = {
     (Pass.FORWARD, Calls.PLAIN): {
         64: _c(128, 64, 4, 3), 128: _c(128, 128, 8, 3), 256: _c(128, 64, 8, 2), 512: _c(32, 32, 4, 1),
@@ -89,10 +90,13 @@ _HOPPER: _Row = {
         64: _c(64, 128, 4, 4), 128: _c(64, 64, 4, 4), 256: _c(32, 32, 4, 4), 512: _c(32, 16, 4, 4),
     }),
 }  # fmt: skip
-_MEASURED = (64, 128, 256)
+_MEASURED = {
+    **dict.fromkeys((Pass.FORWARD, Pass.D_QUERY, Pass.D_KEYS), (64, 128, 256)), Pass.PAIRS: (64, 128),
+    Pass.DECODE: (128,), Pass.ARRAYS: (),
+}  # fmt: skip
 
-# Reckoned, not measured: what differs from Hopper's where a block has 163 KiB of shared memory. Two programs, or one of
-# eight warps, have room on a multiprocessor, and no tile of a pass is narrower than fitting.WIDE for want of it.
+# Reckoned, not measured, as all below: what differs from Hopper's where a block has 163 KiB of shared memory. These fit
+# as they are, two stages of them at least, and where they can leave room for a second program on a multiprocessor.
 _AMPERE: _Row = {
     (Pass.FORWARD, Calls.PLAIN): {128: _c(128, 64, 8, 3), 256: _c(64, 64, 4, 2)},
     (Pass.FORWARD, Calls.MASKED): {128: _c(64, 64, 4, 2), 256: _c(64, 64, 4, 2)},
@@ -100,7 +104,7 @@ _AMPERE: _Row = {
     **_of(Pass.D_KEYS, {256: _c(64, 32, 4, 2)}),
 }
 
-# Reckoned likewise, for 99 KiB: two stages, and decoding with smaller tiles rather than fewer under way.
+# Likewise for 99 KiB: two stages; in decoding smaller tiles rather than fewer under way.
 _ADA: _Row = {
     (Pass.FORWARD, Calls.PLAIN): {64: _c(128, 64, 4, 2), 128: _c(128, 64, 8, 2), 256: _c(32, 32, 4, 2)},
     (Pass.FORWARD, Calls.MASKED): {64: _c(64, 64, 4, 2), 128: _c(64, 64, 4, 2), 256: _c(32, 32, 4, 2)},
@@ -110,7 +114,7 @@ _ADA: _Row = {
     **_of(Pass.DECODE, {64: _c(64, 64, 4, 4), 128: _c(32, 32, 4, 4), 256: _c(32, 16, 4, 4)}),
 }
 
-# Reckoned likewise, for the 64 KiB of AMD's GPUs: there a stage is dear, so one serves heads above 64.
+# Likewise for the 64 KiB of AMD's GPUs: above heads of 64 a single stage rather than still smaller tiles.
 _AMD: _Row = {
     **_of(Pass.FORWARD, {64: _c(64, 64, 4, 2), 128: _c(64, 64, 4, 1), 256: _c(32, 32, 4, 1)}),
     **_of(Pass.D_QUERY, {64: _c(64, 64, 4, 2), 128: _c(32, 64, 4, 1), 256: _c(32, 16, 4, 1)}),
@@ -123,7 +127,7 @@ _AMD: _Row = {
 _ROWS = {"sm_90": _HOPPER, "sm_80": _AMPERE, "sm_86": _ADA, "gfx": _AMD}
 _SAME = {"sm_87": "sm_80", "sm_89": "sm_86", "sm_120": "sm_86", "sm_121": "sm_86"}  # with as much shared memory
 
-# Reckoned. float32 has no tensor cores: its products are written out, and large tiles take long to compile.
+# float32 has no tensor cores: its products are written out, and large tiles take long to compile.
 _FLOAT32 = {64: _c(32, 32, 4, 2), 128: _c(32, 32, 4, 2), 256: _c(32, 16, 4, 2), 512: _c(16, 16, 4, 1)}
 
 
@@ -141,7 +145,7 @@ def entry(architecture: str, kind: Pass, calls: Calls, head: int) -> Entry:
     name = "gfx" if architecture.startswith("gfx") else _SAME.get(architecture, architecture)
     own = _ROWS.get(name, {}).get((kind, calls), {})
     choice = own.get(head) or _HOPPER[kind, calls][head]
-    is_measured = name == "sm_90" and head in _MEASURED
+    is_measured = name == "sm_90" and head in _MEASURED[kind]
     row = f"{calls.value} calls on {name if head in own else 'any GPU'}, heads up to {head}"
     return Entry(choice, row, "measured" if is_measured else "reckoned")
 
