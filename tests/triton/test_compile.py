@@ -19,7 +19,7 @@ KERNELS = {
 }  # fmt: skip
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")
 
-# Each of the slow ones takes about a minute.
+# Each of the slow ones compiles some two hundred kernels, in minutes.
 CALLS = [("sm_90",), *(pytest.param((name, "all"), marks=pytest.mark.slow) for name in ARCHITECTURES)]
 
 
@@ -29,7 +29,7 @@ def test_every_kernel_compiles(call: tuple[str, ...]) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton.compiling", *call], cwd=Path(__file__).parents[2], env=environment,
-        capture_output=True, text=True, timeout=900, check=False,
+        capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert set(done.stdout.split()) == KERNELS
