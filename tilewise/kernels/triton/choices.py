@@ -51,6 +51,7 @@ class Entry(NamedTuple):
 
 
 HEADS = (64, 128, 256, 512)  # an entry is for heads up to its own size
+BLACKWELL = "sm_100"
 _ByHead = dict[int, Choice]
 _Row = dict[tuple[Pass, Calls], _ByHead]
 
@@ -124,8 +125,17 @@ _AMD: _Row = {
     **_of(Pass.DECODE, {64: _c(64, 64, 4, 2), 128: _c(32, 32, 4, 2), 256: _c(32, 16, 4, 2)}),
 }
 
-_ROWS = {"sm_90": _HOPPER, "sm_80": _AMPERE, "sm_86": _ADA, "gfx": _AMD}
-_SAME = {"sm_87": "sm_80", "sm_89": "sm_86", "sm_120": "sm_86", "sm_121": "sm_86"}  # with as much shared memory
+# Likewise for Blackwell's 227 KiB, of which its tensor cores need more.
+_BLACKWELL: _Row = {
+    (Pass.FORWARD, Calls.PLAIN): {128: _c(128, 128, 8, 2)},
+    **_of(Pass.D_KEYS, {256: _c(64, 64, 8, 1)}),
+}
+
+_ROWS = {"sm_90": _HOPPER, "sm_80": _AMPERE, "sm_86": _ADA, BLACKWELL: _BLACKWELL, "gfx": _AMD}
+_SAME = {  # tensor cores, and shared memory
+    "sm_87": "sm_80", "sm_89": "sm_86", "sm_120": "sm_86", "sm_121": "sm_86",
+    "sm_101": BLACKWELL, "sm_103": BLACKWELL, "sm_110": BLACKWELL,
+}  # fmt: skip
 
 # float32 has no tensor cores: its products are written out, and large tiles take long to compile.
 _FLOAT32 = {64: _c(32, 32, 4, 2), 128: _c(32, 32, 4, 2), 256: _c(32, 16, 4, 2), 512: _c(16, 16, 4, 1)}
@@ -136,13 +146,15 @@ def up(size: int) -> int:
     return next(limit for limit in HEADS if size <= limit)
 
 
+def row_of(architecture: str) -> str:
+    """The name of the row that is its own, if there is one."""
+    return "gfx" if architecture.startswith("gfx") else _SAME.get(architecture, architecture)
+
+
 @cache
 def entry(architecture: str, kind: Pass, calls: Calls, head: int) -> Entry:
-    """For half precision, by the architecture's own row where it has one.
-
-    Hopper's row serves the others: newer GPUs have as much shared memory, and where there is less a choice is fitted.
-    """
-    name = "gfx" if architecture.startswith("gfx") else _SAME.get(architecture, architecture)
+    """For half precision. What an architecture's own row leaves out is Hopper's, which is fitted if it is too large."""
+    name = row_of(architecture)
     own = _ROWS.get(name, {}).get((kind, calls), {})
     choice = own.get(head) or _HOPPER[kind, calls][head]
     is_measured = name == "sm_90" and head in _MEASURED[kind]

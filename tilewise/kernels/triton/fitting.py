@@ -32,6 +32,7 @@ class Held(NamedTuple):
     by: str  # "q" or "k"; "": neither's does, as one head's follow another's
     both: bool  # with d_out or v beside it
     loops: int  # in which tiles pass by, each with room of its own
+    waiting: int = 0  # of the two tiles of a stage, how many wait for a second product, with room of their own
 
 
 class Sizes(NamedTuple):
@@ -86,7 +87,8 @@ def _shared_bytes(choice: Choice, sizes: Sizes, held: Held) -> int:
     if held.by == "k" and choice.stages == 1:  # q, multiplied both ways, lies there both ways
         stage += passes * sizes.d * width
     stages = held.loops * choice.stages if choice.stages > 1 else 1  # a single one is no loop's own
-    return stays * (both if held.both else sizes.d * width) + stages * stage + moved
+    waits = passes * (0, sizes.d, sizes.d + sizes.d_v)[held.waiting] * width if stages > 1 else 0
+    return stays * (both if held.both else sizes.d * width) + stages * stage + waits + moved
 
 
 def _smaller(choice: Choice, held: Held) -> Choice | None:

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from tilewise.kernels.triton import tuned
-from tilewise.kernels.triton.choices import Calls, Choice, Entry, Pass, entry, entry_of_float32, up
+from tilewise.kernels.triton.choices import BLACKWELL, Calls, Choice, Entry, Pass, entry, entry_of_float32, row_of, up
 from tilewise.kernels.triton.fitting import (
     LEAST,
     WIDE,
@@ -32,6 +32,13 @@ _HELD = {
     # Of distances twice as many keys pass by, and queries with them.
     Pass.ARRAYS: Held("q", both=True, loops=2), Pass.DECODE: Held("q", both=False, loops=1),
 }  # fmt: skip
+_WAITING = {Pass.D_QUERY: 1, Pass.D_KEYS: 2}  # on Blackwell: k, and q with d_out
+
+
+@cache
+def _held(kind: Pass, device: str) -> Held:
+    is_blackwell = row_of(architecture(device)) == BLACKWELL
+    return _HELD[kind]._replace(waiting=_WAITING.get(kind, 0) if is_blackwell else 0)
 
 
 def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) -> Choice:
@@ -39,7 +46,8 @@ def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) 
     if is_interpreted() and kind is not Pass.DECODE:
         found = _INTERPRETED
     else:
-        found = fitted(_entry(kind, spec, shape).choice, spec, shape, _HELD[kind], shared_memory(shape.device))
+        wanted, device = _entry(kind, spec, shape).choice, shape.device
+        found = fitted(wanted, spec, shape, _held(kind, device), shared_memory(device))
     if tile is not None:
         fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
         found = Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
@@ -92,7 +100,7 @@ def without_room(spec: Attention, shape: Shape) -> str | None:
         return None
     limit = shared_memory(shape.device)
     for kind in (Pass.FORWARD, Pass.D_QUERY, Pass.D_KEYS) if shape.backward else (Pass.FORWARD,):
-        wanted = shared_bytes(chosen(kind, spec, shape), spec, shape, _HELD[kind])
+        wanted = shared_bytes(chosen(kind, spec, shape), spec, shape, _held(kind, shape.device))
         if wanted > limit:
             return (
                 f"the smallest tiles of heads of {shape.d} and {shape.d_v} in {shape.dtype} take {wanted >> 10} KiB of "
