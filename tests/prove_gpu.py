@@ -1,7 +1,9 @@
 """What CI cannot check, on a machine with an NVIDIA GPU: `make prove-gpu`, or `python tests/prove_gpu.py build/proof`.
 
 The tests that need a GPU, four tools of compute-sanitizer on a representative set of them, and random calls. Each is a
-process of its own with a log in the folder; a line tells how it ended. Speed is not measured: they share the GPU.
+process of its own with a log in the folder; a line tells how it ended, and proof.json there has it in numbers. `--only
+tests fuzz-cuda` runs some of them, and adds to the proof.json of the same commit. Speed is not measured: they share the
+GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +16,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+if __name__ == "__main__":  # the project's folder, not the script's own, where `cuda` is something else
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tests.proof import Outcome, Record, about
+
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+FUZZED = ("cuda", "triton")
+NAMES = ("tests", *TOOLS, *(f"fuzz-{kernel}" for kernel in FUZZED))
 # Every way in which the Hopper kernels work, and some of the others; each tool takes a minute or two.
 SANITIZED = (
     "(forward_sm90 and ((several and (full or causal or document or bias)) or (head and (once or full or causal))"
@@ -55,11 +65,10 @@ def _sanitizer(tool: str) -> Proof:
     return Proof(tool, (*before, *command))
 
 
-def random_calls(jobs: int, cases: int) -> list[Proof]:
-    counts = ("--cases", str(cases), "--jobs", str(jobs))
+def random_calls(jobs: int, cases: int, seed: int) -> list[Proof]:
+    counts = ("--seed", str(seed), "--cases", str(cases), "--jobs", str(jobs))
     return [
-        Proof(f"fuzz-{kernel}", (sys.executable, "tests/fuzz.py", "--kernel", kernel, *counts))
-        for kernel in ("cuda", "triton")
+        Proof(f"fuzz-{kernel}", (sys.executable, "tests/fuzz.py", "--kernel", kernel, *counts)) for kernel in FUZZED
     ]
 
 
@@ -67,24 +76,26 @@ def random_calls(jobs: int, cases: int) -> list[Proof]:
 _PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark")
 
 
-def run(proofs: Sequence[Proof], folder: Path, patience: float) -> bool:
-    """All at once; whether all held. What does not end in time is told to stop, and counts as failed."""
+def run(proofs: Sequence[Proof], folder: Path, patience: float) -> Iterator[Outcome]:
+    """All at once, and each told when it ends. What does not end in time is told to stop, and counts as failed."""
+    with ThreadPoolExecutor(len(proofs) or 1) as threads:
+        for ended in as_completed([threads.submit(_run, proof, folder, patience) for proof in proofs]):
+            outcome = ended.result()
+            print(f"{outcome.name}: {outcome.how}, {outcome.seconds:.0f} s", flush=True)
+            for line in told(outcome.log):
+                print(f"  {line}", flush=True)
+            yield outcome
+
+
+def _run(proof: Proof, folder: Path, patience: float) -> Outcome:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    began, running = time.monotonic(), []
-    for proof in proofs:
-        log = (folder / f"{proof.name}.txt").open("w")
+    began, path = time.monotonic(), folder / f"{proof.name}.txt"
+    with path.open("w") as log:
         process = subprocess.Popen(proof.command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        running.append((proof, process, log))
-    held = True
-    for proof, process, log in running:
-        ended = _wait(process, patience - (time.monotonic() - began))
-        log.close()
-        held &= process.returncode == 0 and ended
-        how = "held" if process.returncode == 0 else f"failed ({process.returncode})"
-        print(f"{proof.name}: {how if ended else 'did not end'}, {time.monotonic() - began:.0f} s", flush=True)
-        for line in told((folder / f"{proof.name}.txt").read_text()):
-            print(f"  {line}", flush=True)
-    return held
+        ended = _wait(process, patience)
+    how = "held" if process.returncode == 0 else f"failed ({process.returncode})"
+    log_text = path.read_text(errors="replace")
+    return Outcome(proof.name, proof.command, how if ended else "did not end", time.monotonic() - began, log_text)
 
 
 def _wait(process: subprocess.Popen[bytes], patience: float) -> bool:
@@ -116,15 +127,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=cores, help="processes of tests and of random calls")
     parser.add_argument("--cases", type=int, default=2000, help="random calls on each kernel system")
     parser.add_argument("--patience", type=float, default=3600, help="seconds for the tests, and for the random calls")
+    parser.add_argument("--seed", type=int, default=0, help="of the first random call")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=" ".join(NAMES))
+    parser.add_argument("--commit", help="which this is, where no repository tells")
     options = parser.parse_args(arguments)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    checked = sanitizers()
-    if shutil.which("compute-sanitizer") is None:
+    if shutil.which("compute-sanitizer") is None and not set(options.only).isdisjoint(TOOLS):
         print("compute-sanitizer is not installed (it comes with the CUDA toolkit): its tools are left out")
-        checked = []
-    held = run([tests(options.jobs), *checked], options.folder, options.patience)
-    for proof in random_calls(options.jobs, options.cases):
-        held &= run([proof], options.folder, options.patience)
+        options.only = [name for name in options.only if name not in TOOLS]
+    options.folder.mkdir(parents=True, exist_ok=True)
+    record = Record(options.folder, about(options.commit), NAMES)
+    if record.other is not None:
+        print(record.other)
+    held = True
+    fuzzes = random_calls(options.jobs, options.cases, options.seed)
+    for group in ([tests(options.jobs), *sanitizers()], *([fuzz] for fuzz in fuzzes)):
+        chosen = [proof for proof in group if proof.name in options.only]
+        for outcome in run(chosen, options.folder, options.patience):
+            record.add(outcome)
+            held &= outcome.held
     return 0 if held else 1
 
 

@@ -275,6 +275,16 @@ def test_warmup_knows_every_variant_of_the_benchmarks(
     assert compiled == ["tiled sm_89"]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_warmup_compiles_what_looks_at_arrays_of_a_mask(
+    capsys: pytest.CaptureFixture[str], compiled: list[str], variant: str
+) -> None:
+    """Documents are numbered by an array, which may be on the GPU: what its first call would wait for is there."""
+    code, _, _ = _run(capsys, "warmup", "--variants", variant, "--n", "1024", "--arch", "sm_90a")
+    assert code == 0
+    assert compiled == ["forward_sm90 sm_90a", *(["refine sm_90a"] if variant == "document" else [])]
+
+
 def test_warmup_without_a_gpu_is_for_hopper(
     capsys: pytest.CaptureFixture[str], compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

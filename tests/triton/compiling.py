@@ -1,11 +1,14 @@
 """Compiles every Triton kernel for a GPU that need not be there, from the arguments that calls give them.
 
-Run by a process of its own: in one with TRITON_INTERPRET=1 nothing is compiled. Prints the kernels it compiled.
+`python -m tests.triton.compiling sm_80 all`, a process of its own: in one with TRITON_INTERPRET=1 nothing is compiled.
+Prints the kernels it compiled.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,6 @@ from tilewise.cache import Cache
 from tilewise.expr import B, Expr, H, K, Q, load
 from tilewise.kernels.triton import (
     arguments,
-    fitting,
     launch,
     launch_decode,
     launch_plan,
@@ -34,7 +36,21 @@ from tilewise.kernels.triton import (
 from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
 
-TARGET = GPUTarget("cuda", 90, 32)
+
+@dataclass(frozen=True)
+class Target:
+    gpu: GPUTarget
+    shared_memory: int  # bytes, of a block
+    copies: bool = False  # by a copy engine; and kernels start early
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10, copies=True),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 << 10, copies=True),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10),
+}
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
     torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
@@ -55,20 +71,20 @@ def _type(x: Any) -> Any:
     return "fp32" if isinstance(x, float) else "i32"
 
 
-def _compile(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+def _compile(target: Target, kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
     """In place of a launch."""
     options = {name: named.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in named}
-    given = dict(zip(self.arg_names, args, strict=False)) | named
-    constants = {p.name: given[p.name] for p in self.params if p.is_constexpr or given[p.name] is None}
-    for i, name in enumerate(self.arg_names):
+    given = dict(zip(kernel.arg_names, args, strict=False)) | named
+    constants = {p.name: given[p.name] for p in kernel.params if p.is_constexpr or given[p.name] is None}
+    for i, name in enumerate(kernel.arg_names):
         if name not in constants and isinstance(given[name], tuple):
             constants |= {(i, j): x for j, x in enumerate(given[name]) if _type(x) == "constexpr"}
-    signature = {name: "constexpr" if name in constants else _type(given[name]) for name in self.arg_names}
-    source = ASTSource(fn=self, signature=signature, constexprs=constants)
-    made = triton.compile(source, target=TARGET, options=options)
-    compiled.add(self.__name__)
-    if made.metadata.shared > fitting.shared_memory("cpu"):
-        too_large.append(f"{self.__name__}: {made.metadata.shared} bytes of shared memory, {options}, {constants}")
+    signature = {name: "constexpr" if name in constants else _type(given[name]) for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    made = triton.compile(source, target=target.gpu, options=options)
+    compiled.add(kernel.__name__)
+    if made.metadata.shared > target.shared_memory:
+        too_large.append(f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory, {options}, {constants}")
 
 
 def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False, n: int = 160) -> None:
@@ -113,10 +129,25 @@ def _turn(dtype: torch.dtype, d: int, rope: tw.Rope) -> None:
 
 
 def main() -> None:
-    """Every kernel; with `all` for more types, sizes and variants."""
-    JITFunction.run = _compile
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("which", nargs="?", choices=["all"], help="more types, sizes and variants")
+    options = parser.parse_args()
+    _stand_for(options.target, TARGETS[options.target])
+    _every_kernel(options.which == "all")
+    sys.stdout.write(" ".join(sorted(compiled)) + "\n")
+    sys.exit("\n".join(too_large) or None)
+
+
+def _stand_for(name: str, target: Target) -> None:
+    """Launches compile, and find what such a GPU would tell of itself."""
+    JITFunction.run = lambda kernel, *args, **named: _compile(target, kernel, *args, **named)
+    tuning.architecture, tuning.shared_memory = (lambda device: name), (lambda device: target.shared_memory)
     tuning.processors = launch_decode.processors = lambda device: 132
-    arguments._has_copy_engine = lambda device: True
+    arguments._has_copy_engine = launch_decode.starts_early = lambda device: target.copies
+
+
+def _every_kernel(and_more: bool) -> None:
     causal, bias = tw.causal(), np.zeros((1, 4, 160, 160), np.float32)
     scores = [
         load(np.zeros(4, np.float32), H, grad=True), load(np.zeros((1, 160), np.float32), 0, K, grad=True),
@@ -131,15 +162,15 @@ def main() -> None:
     _project(torch.bfloat16, 128, tw.Rope())
     _turn(torch.bfloat16, 128, tw.Rope())
     _decode(Attention(0.1), torch.bfloat16, 128, None)
-    launch_decode.starts_early = lambda device: True
     _decode(Attention(0.1), torch.float16, 80, 16, tw.Rope(24, interleaved=True))
-    if sys.argv[1:] == ["all"]:
+    if and_more:
         _further(causal, scores)
-    sys.stdout.write(" ".join(sorted(compiled)) + "\n")
-    sys.exit("\n".join(too_large) or None)
 
 
 def _further(causal: Any, scores: list[Any]) -> None:
+    for d in (64, 128, 256):  # plain calls, which have tiles of their own
+        _call(Attention(0.1), torch.bfloat16, d)
+    _call(Attention(0.1, causal, tw.S + scores[0] + scores[2]), torch.bfloat16, 128)
     for dtype, d in ((torch.float16, 80), (torch.bfloat16, 256), (torch.float32, 128)):
         _call(Attention(0.1, causal), dtype, d)
     for dtype, rope in ((torch.bfloat16, tw.Rope()), (torch.float16, tw.Rope(24, interleaved=True))):

@@ -96,3 +96,18 @@ def test_a_copy_engine_turns_nothing_and_knows_no_packed_sequences(monkeypatch: 
     assert _maps(x, Attention(1.0, lengths=Lengths(ends, ends))) == [None, None]
     monkeypatch.setattr(arguments, "_has_copy_engine", lambda device: False)
     assert _maps(x) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "has"), [(None, (9, 0), True), (None, (8, 9), False), ("6.4", (9, 4), False)],
+    ids=["Hopper", "Ada", "AMD"],
+)  # fmt: skip
+def test_what_hopper_has_amds_gpus_have_not(
+    hip: str | None, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments.modules, "is_interpreted", lambda: False)
+    monkeypatch.setattr(arguments.torch.version, "hip", hip)
+    monkeypatch.setattr(arguments.torch.cuda, "get_device_capability", lambda device: capability)
+    assert arguments._has_copy_engine.__wrapped__(Device()) is has
+    assert arguments.starts_early.__wrapped__(Device()) is has
+    assert not arguments._has_copy_engine.__wrapped__(Device("cpu"))

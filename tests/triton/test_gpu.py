@@ -329,19 +329,78 @@ def test_gradients_are_shared_between_processes() -> None:
         torch.distributed.destroy_process_group()
 
 
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+HOPPERS = pytest.param(
+    "cuda/forward_sm90",
+    marks=pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU here"
+    ),
+)
+ROOMY: dict[str, Callable[[Any, int], dict[str, Any]]] = {
+    "full": lambda draw, n: {},
+    "causal": lambda draw, n: {"causal": True},
+    "slopes": lambda draw, n: {"causal": True, "score": tw.alibi(draw(4))},
+    "relative": lambda draw, n: {"score": tw.relative(draw(4, 129))},
+    "bias of keys": lambda draw, n: {"score": tw.bias(draw(1, 1, 1, n))},
+    "bias of queries": lambda draw, n: {"score": tw.bias(draw(1, 1, n, 1))},
+    "bias of all": lambda draw, n: {"score": tw.bias(draw(n, n))},
+}
+
+
+def _extra_bytes(name: str, n: int, kernel: str, grad: bool) -> int:
+    """What a call and its backward pass take beyond their inputs, at most; of the second one, as plans are kept."""
+    torch.manual_seed(0)
+    q, k, v, d_out = (torch.randn(2, 4, n, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(4))
+    wanted = [x.requires_grad_() for x in (q, k, v)]
+
+    def draw(*shape: int) -> Any:
+        array = torch.rand(shape, device=DEVICE, requires_grad=grad)
+        wanted.extend([array] if grad else [])
+        return array
+
+    options = ROOMY[name](draw, n)
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(tw.attention(q, k, v, **options, kernel=kernel), wanted, d_out)
+    return int(torch.cuda.max_memory_allocated() - before)
+
+
+@pytest.mark.parametrize("kernel", ["triton", HOPPERS])
+@pytest.mark.parametrize("name", ROOMY)
+def test_memory_of_a_training_step_grows_with_n(name: str, kernel: str) -> None:
+    """Gradients of arrays included, on the system that has them: nowhere is a number for each query and each key."""
+    grad = kernel == "triton" and name != "bias of all"
+    shorter, longer = (_extra_bytes(name, n, kernel, grad) for n in (8192, 16384))
+    assert longer < 2.1 * shorter + 2**20, "twice the length, twice the memory"
+    assert longer < 16384**2, "less than a byte for each pair of a single head"
+
+
+def test_the_gradient_of_a_bias_of_all_heads_is_one() -> None:
+    """Its sums, and the array that they become, with a copy between; each of the eight heads' own would be eight."""
+    assert _extra_bytes("bias of all", 4096, "triton", grad=True) < 4 * 4 * 4096**2
+
+
 def test_tuning_finds_choices_that_calls_then_take(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise import cli
     from tilewise.kernels.triton import trials, tuned
+    from tilewise.kernels.triton.choices import Calls, Pass
 
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(trials, "_SIZES", ((64, 64), (64, 32)))  # of dozens, which take minutes to compile
+    monkeypatch.setattr(trials, "_SIZES", ((64, 64), (32, 64)))  # of dozens, which take minutes to compile
+    monkeypatch.setattr(trials, "_SIZES_OF_DECODING", ((64, 64),))
     monkeypatch.setattr(trials, "_STAGES", (2,))
     tuned.choices.cache_clear()
     try:
         assert cli.main(["tune", "--d", "64"]) == 0
-        assert set(tuned.choices(f"{DEVICE}:0")) >= {"forward", "d_query", "d_keys"}
+        found = tuned.choices(f"{DEVICE}:0")
+        plain = set(Pass) - {Pass.PAIRS, Pass.ARRAYS}  # which read arrays, and so are never plain
+        assert set(found) == {(kind, Calls.PLAIN, 64) for kind in plain} | {(kind, Calls.MASKED, 64) for kind in Pass}
         drawing = Drawing(torch.bfloat16)
         out = tw.attention(*drawing.inputs(d=64), kernel="triton")
         assert _off(out, tw.attention(*drawing.there)) < 1e-2
+        assert "tuned, plain calls on this GPU" in str(tw.explain(*drawing.here, kernel="triton"))
     finally:
         tuned.choices.cache_clear()

@@ -9,12 +9,17 @@ from typing import Any
 from tilewise import dispatch
 from tilewise.bench.machine import import_torch
 from tilewise.cli import UserError
-from tilewise.cli.bench_options import several, whole
+from tilewise.cli.bench_options import names, several, whole
 from tilewise.cli.terminal import progress
+from tilewise.kernels.triton.choices import Choice, Pass, up
 
-_ABOUT = """Tries tiles, warps and stages of the Triton kernels on this machine's GPU, forward and backward, for heads
-of given sizes, and keeps the best in the cache folder (TILEWISE_CACHE, or the user's own). Calls take them from then
-on; tw.explain tells. It compiles some dozens of kernels for each head, which takes minutes."""
+_PASSES = tuple(kind.value for kind in Pass)
+_ABOUT = """Tries tiles, warps and stages of the Triton kernels on this machine's GPU, for heads of given sizes in half
+precision, and keeps the best in the cache folder (TILEWISE_CACHE, or the user's own), for plain calls and for masked
+ones apart. Calls take them from then on; tw.explain tells. What is not tuned keeps the table's. It compiles up to a few
+hundred kernels for each head, which takes many minutes; --passes has less."""
+_ABOUT_PASSES = """the forward pass, gradients of q, of k and v, of a bias (pairs) and of other arrays, and decoding
+(default: %(default)s)"""
 
 
 def add_parser(commands: Any) -> None:
@@ -22,23 +27,21 @@ def add_parser(commands: Any) -> None:
         "tune", help="find the best tiles of the Triton kernels on this GPU", description=_ABOUT
     )
     parser.add_argument("--d", default="64,128,256", metavar="LIST", help="head dimensions (default: %(default)s)")
+    parser.add_argument("--passes", default=",".join(_PASSES), metavar="LIST", help=_ABOUT_PASSES)
     parser.add_argument("--device", default="cuda:0", help="(default: %(default)s)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     heads = [whole("d", d, most=512) for d in several("d", args.d, "64,128")]
+    kinds = [Pass(x) for x in names("passes", several("passes", args.passes, "forward,d_query"), _PASSES)]
     _check_gpu()
     from tilewise.kernels.triton import trials, tuned
-    from tilewise.kernels.triton.tuning import up
 
-    found: tuned.Choices = {kind.value: {} for kind in trials.PASSES}
     for d in heads:
-        calls = trials.problems(d, args.device)
-        for kind in trials.PASSES:
-            best = _best(kind, d, calls)
-            found[kind.value][up(d)] = (best.tile.q, best.tile.k, best.warps, best.stages)
-    print(f"kept in {tuned.save(tuned.gpu_name(args.device), found)}")
+        tried = (trial for kind in kinds for trial in trials.trials(kind, d, args.device))
+        found = {(trial.kind, trial.calls, up(d)): _best(trial, d) for trial in tried}
+        print(f"kept in {tuned.save(tuned.gpu_name(args.device), found)}")
     return 0
 
 
@@ -54,20 +57,20 @@ def _check_gpu() -> None:
         raise UserError(f"tune needs a GPU that Triton serves: {reason}")
 
 
-def _best(kind: Any, d: int, calls: list[Any]) -> Any:
+def _best(trial: Any, d: int) -> Choice:
     """The fastest choice, and a line that tells of it."""
     from tilewise.kernels.triton import trials
 
-    before = trials.default(kind, calls[0])
-    times = {before: trials.milliseconds(kind, before, calls)}
-    others = [choice for choice in trials.candidates(kind, calls[0]) if choice != before]
+    name, before = f"{trial.kind.value}, {trial.calls.value}, d {d}", trials.taken(trial)
+    times = {before: trials.milliseconds(trial, before)}
+    others = [choice for choice in trials.candidates(trial) if choice != before]
     for i, choice in enumerate(others, start=1):
-        progress(f"{kind.value}, d {d}: {i} of {len(others)}: {choice}")
-        times[choice] = trials.milliseconds(kind, choice, calls)
+        progress(f"{name}: {i} of {len(others)}: {choice}")
+        times[choice] = trials.milliseconds(trial, choice)
     progress()
     best = min(times, key=times.__getitem__)
     if math.isinf(times[best]):
-        raise UserError(f"{kind.value}, d {d}: no choice runs on this GPU; please report it with `tilewise doctor`")
+        raise UserError(f"{name}: no choice runs on this GPU; please report it with `tilewise doctor`")
     gain = "as before" if best == before else f"before {times[before]:.3f} ms, {before}"
-    print(f"{kind.value}, d {d}: {times[best]:.3f} ms, {best} ({gain})")
+    print(f"{name}: {times[best]:.3f} ms, {best} ({gain})")
     return best

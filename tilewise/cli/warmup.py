@@ -19,7 +19,7 @@ from tilewise.cli import UserError
 from tilewise.cli.bench_options import names, several, whole
 from tilewise.cli.terminal import progress
 from tilewise.kernels.cuda import OLDEST, compiler, support
-from tilewise.kernels.cuda.choice import HOPPER, source_of
+from tilewise.kernels.cuda.choice import HOPPER, sources_of
 from tilewise.kernels.cuda.source import Source
 
 _EXAMPLES = """examples:
@@ -91,19 +91,19 @@ def _wanted(args: argparse.Namespace) -> Iterator[_Wanted]:
     d_v = None if args.d_v is None else whole("d-v", args.d_v, validate.MAX_HEAD_DIM)
     seen: set[tuple[str, str]] = set()
     for capability, variant, dtype, d, n in product(_capabilities(args.arch), variants, dtypes, dims, lengths):
-        source = _source(Cell(variant, n, n, d, dtype, heads=1, heads_k=1), d_v or d, capability)
         arch = compiler.architecture(capability)
-        if (source.text, arch) not in seen:
-            seen.add((source.text, arch))
-            yield _Wanted(source, arch, f"{variant}, {dtype}, d {d}, n {n}, {arch}")
+        for source in _sources(Cell(variant, n, n, d, dtype, heads=1, heads_k=1), d_v or d, capability):
+            if (source.text, arch) not in seen:
+                seen.add((source.text, arch))
+                yield _Wanted(source, arch, f"{variant}, {dtype}, d {d}, n {n}, {arch}")
 
 
-def _source(cell: Cell, d_v: int, capability: tuple[int, int]) -> Source:
+def _sources(cell: Cell, d_v: int, capability: tuple[int, int]) -> list[Source]:
     dtype = BFLOAT16 if cell.dtype == "bfloat16" else np.dtype(cell.dtype)
     q, k, v = (np.zeros((1, cell.heads, cell.n_q, d), dtype) for d in (cell.d, cell.d, d_v))
     options = VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x)
     call = validate.prepare(q, k, v, **options)
-    return source_of(call.spec, call.shape, capability)
+    return sources_of(call.spec, call.shape, capability)
 
 
 def _capabilities(given: str | None) -> list[tuple[int, int]]:

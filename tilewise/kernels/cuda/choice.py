@@ -6,9 +6,10 @@ from tilewise.derivative import score_slopes
 from tilewise.dispatch import Unsupported
 from tilewise.expr import S
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
-from tilewise.kernels.cuda.rungs import RUNGS, Hoppers, Rung
+from tilewise.kernels.cuda.rungs import REFINE, RUNGS, Hoppers, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.spec import Attention, Shape
+from tilewise.walking import loads
 
 HOPPER = (9, 0)
 
@@ -32,9 +33,16 @@ def chosen(named: Rung | None, shape: Shape, views: dict[str, View], capability:
 
 def source_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> Source:
     """The source of the kernel that serves a call on arrays that lie as they mostly do: at multiples of 16 bytes."""
+    return sources_of(spec, shape, capability)[0]
+
+
+def sources_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> list[Source]:
+    """The same, and what else it launches: a mask that reads a caller's arrays, which may be on the GPU, is looked at
+    there before."""
     rung = suited(shape, capability)
     tile = rung.fitting(rung.default_tile(spec, shape), shape)
-    return assembled(rung, spec, shape, tile)[0]
+    reads = spec.mask is not None and any(not slot.constant for slot in loads(spec.mask))
+    return [assembled(x, spec, shape, tile)[0] for x in ((rung, REFINE) if rung.persistent and reads else (rung,))]
 
 
 def backward_sources_of(hoppers: Hoppers, spec: Attention, shape: Shape) -> list[Source]:

@@ -79,6 +79,8 @@ def multiprocessors(device: int) -> int:
 
 
 # -- the driver -------------------------------------------------------------------------------------------------------
+# By cuda-bindings, though compiler.py takes cuda-core: a launch of cuda-core's is told stream, sizes and arguments as
+# objects, which Python makes or checks in each call. Here all of them are numbers that lie ready, and host time counts.
 
 
 class Library:

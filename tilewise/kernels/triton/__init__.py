@@ -14,8 +14,9 @@ from tilewise.arrays import Array
 from tilewise.cache import Cache
 from tilewise.kernels import host
 from tilewise.kernels.triton import reads
+from tilewise.kernels.triton.choices import Pass
 from tilewise.kernels.triton.modules import is_interpreted
-from tilewise.kernels.triton.tuning import Pass, chosen, without_room
+from tilewise.kernels.triton.tuning import chosen, described, without_room
 from tilewise.rope import Rope
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -61,7 +62,7 @@ class TritonKernel:
     def choice(self, spec: Attention, shape: Shape) -> str:
         kinds = (Pass.D_QUERY, Pass.D_KEYS) if shape.backward else (Pass.FORWARD,)
         given = _as_kernels_get(spec, shape)
-        return "; ".join(f"{kind.value}: {chosen(kind, given, shape)}" for kind in kinds)
+        return "; ".join(f"{kind.value}: {described(kind, given, shape)}" for kind in kinds)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward

@@ -152,14 +152,19 @@ def suits_copy_engine(x: Any) -> bool:
 @cache
 def _has_copy_engine(device: Any) -> bool:
     """Triton's interpreter does as if."""
-    return modules.is_interpreted() or (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9)
+    return modules.is_interpreted() or _is_hopper_or_newer(device)
 
 
 @cache
 def starts_early(device: Any) -> bool:
     """Whether a kernel can be started before the one ahead of it has ended, so that its start takes no time."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None and not modules.is_interpreted()
-    return is_nvidia and torch.cuda.get_device_capability(device)[0] >= 9
+    return not modules.is_interpreted() and _is_hopper_or_newer(device)
+
+
+def _is_hopper_or_newer(device: Any) -> bool:
+    """Of NVIDIA's: AMD's GPUs are cuda devices of PyTorch too, and an MI300's capability is (9, 4)."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and bool(torch.cuda.get_device_capability(device)[0] >= 9)
 
 
 def functions(spec: Attention, variant: ModuleType | None, *names: str) -> dict[str, Any]:

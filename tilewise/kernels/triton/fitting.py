@@ -5,15 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
+from tilewise.kernels.triton.choices import Choice
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, remembered, variables
-
-if TYPE_CHECKING:
-    from tilewise.kernels.triton.tuning import Choice
 
 HOPPER = 227 << 10  # bytes
 LEAST = 16  # rows or columns, as tensor cores take a matrix
@@ -34,6 +32,7 @@ class Held(NamedTuple):
     by: str  # "q" or "k"; "": neither's does, as one head's follow another's
     both: bool  # with d_out or v beside it
     loops: int  # in which tiles pass by, each with room of its own
+    waiting: int = 0  # of the two tiles of a stage, how many wait for a second product, with room of their own
 
 
 class Sizes(NamedTuple):
@@ -88,7 +87,8 @@ def _shared_bytes(choice: Choice, sizes: Sizes, held: Held) -> int:
     if held.by == "k" and choice.stages == 1:  # q, multiplied both ways, lies there both ways
         stage += passes * sizes.d * width
     stages = held.loops * choice.stages if choice.stages > 1 else 1  # a single one is no loop's own
-    return stays * (both if held.both else sizes.d * width) + stages * stage + moved
+    waits = passes * (0, sizes.d, sizes.d + sizes.d_v)[held.waiting] * width if stages > 1 else 0
+    return stays * (both if held.both else sizes.d * width) + stages * stage + waits + moved
 
 
 def _smaller(choice: Choice, held: Held) -> Choice | None:
@@ -132,4 +132,18 @@ def shared_memory(device: str) -> int:
     """Of a block, in bytes. Where there is no GPU a kernel is interpreted, or compiled for one that may be large."""
     if not device.startswith("cuda"):
         return HOPPER
-    return int(sys.modules["torch"].cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties = sys.modules["torch"].cuda.get_device_properties(device)
+    # PyTorch for AMD's GPUs does not tell the first; there both are the same.
+    return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
+
+
+@cache
+def architecture(device: str) -> str:
+    """As compilers name it: sm_90, gfx942. Where there is no GPU, the one that the memory above is of."""
+    if not device.startswith("cuda"):
+        return "sm_90"
+    torch = sys.modules["torch"]
+    if torch.version.hip is not None:
+        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -21,12 +21,13 @@ from tilewise.kernels.triton.arguments import (
     steps_of,
     tensor,
 )
+from tilewise.kernels.triton.choices import Pass
 from tilewise.kernels.triton.launch_gradients import of_arrays
 from tilewise.kernels.triton.launch_plan import planned
 from tilewise.kernels.triton.source import backward as backward_kernels
 from tilewise.kernels.triton.source import basic as basic_kernel
 from tilewise.kernels.triton.source import forward as forward_kernels
-from tilewise.kernels.triton.tuning import Pass, chosen
+from tilewise.kernels.triton.tuning import chosen
 from tilewise.kernels.triton.turning import turning, turns_before
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile

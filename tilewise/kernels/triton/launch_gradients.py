@@ -23,10 +23,11 @@ from tilewise.kernels.triton.arguments import (
     sizes,
     steps_of,
 )
+from tilewise.kernels.triton.choices import Choice, Pass
 from tilewise.kernels.triton.launch_plan import planned
 from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, readers_of_cells, reads
 from tilewise.kernels.triton.source import gradients
-from tilewise.kernels.triton.tuning import Choice, Pass, chosen, distances
+from tilewise.kernels.triton.tuning import chosen, distances
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads
 

@@ -10,21 +10,28 @@ from functools import cache
 from pathlib import Path
 
 from tilewise.kernels import disk
+from tilewise.kernels.triton.choices import HEADS, Calls, Choice, Pass
+from tilewise.spec import Tile
 
-Choices = dict[str, dict[int, tuple[int, int, int, int]]]  # by pass and head: queries and keys of a tile, warps, stages
+Key = tuple[Pass, Calls, int]  # the last: heads up to this size
+FORMAT = 2  # of the file; the first one had plain and masked calls together
 _logger = logging.getLogger("tilewise")
 
 
 @cache
-def choices(device: str) -> Choices:
-    """By pass and head; nothing if nobody tuned, or what was kept cannot be read."""
+def choices(device: str) -> dict[Key, Choice]:
+    """Nothing if nobody tuned, or what was kept cannot be read."""
     return _read(path_for(gpu_name(device))) if device.startswith("cuda") else {}
 
 
-def _read(path: Path) -> Choices:
+def _read(path: Path) -> dict[Key, Choice]:
     try:
-        kept = json.loads(path.read_text())["choices"]
-        return {kind: {int(d): _choice(told) for d, told in by_head.items()} for kind, by_head in kept.items()}
+        told = json.loads(path.read_text())
+        if told.get("format", 1) != FORMAT:
+            why = f"it is in format {told.get('format', 1)}, and this version of Tilewise reads {FORMAT}"
+            _logger.info("%s is passed over: %s; `tilewise tune` makes it anew", path, why)
+            return {}
+        return {_key(name): _choice(numbers) for name, numbers in told["choices"].items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -32,21 +39,32 @@ def _read(path: Path) -> Choices:
         return {}
 
 
-def _choice(told: list[int]) -> tuple[int, int, int, int]:
+def _key(name: str) -> Key:
+    kind, calls, head = name.split()
+    if int(head) not in HEADS:
+        raise ValueError(f"{name!r}: heads are up to one of {HEADS}")
+    return Pass(kind), Calls(calls), int(head)
+
+
+def _name(key: Key) -> str:
+    kind, calls, head = key
+    return f"{kind.value} {calls.value} {head}"
+
+
+def _choice(told: list[int]) -> Choice:
     q, k, warps, stages = map(int, told)
     if min(q, k, warps, stages) < 1 or any(n & (n - 1) for n in (q, k, warps)):
         raise ValueError(f"{told} is no choice: powers of 2 for a tile and its warps, and stages")
-    return q, k, warps, stages
+    return Choice(Tile(q, k), warps, stages)
 
 
-def save(gpu: str, found: Choices) -> Path:
-    """Written beside what was found before for other heads."""
+def save(gpu: str, found: dict[Key, Choice]) -> Path:
+    """Written beside what was found before for other passes, calls and heads."""
     path = path_for(gpu)
-    before = _read(path)
-    joined = {kind: {**before.get(kind, {}), **found.get(kind, {})} for kind in {**before, **found}}
-    text = json.dumps({"gpu": gpu, "triton": sys.modules["triton"].__version__, "choices": joined}, indent=1)
+    kept = {_name(key): [x.tile.q, x.tile.k, x.warps, x.stages] for key, x in {**_read(path), **found}.items()}
+    told = {"format": FORMAT, "gpu": gpu, "triton": sys.modules["triton"].__version__, "choices": kept}
     choices.cache_clear()
-    return disk.user_cache("triton").text(path.name, text + "\n")
+    return disk.user_cache("triton").text(path.name, json.dumps(told, indent=1) + "\n")
 
 
 def path_for(gpu: str) -> Path:

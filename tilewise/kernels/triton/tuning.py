@@ -1,85 +1,28 @@
-"""Tiles, warps and stages of every kernel, by the size of heads: a table, so that no first call tries anything out."""
+"""Which tiles, warps and stages a call takes: those of the table or of `tilewise tune`, as far as a GPU has room."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from tilewise.kernels.triton import tuned
-from tilewise.kernels.triton.fitting import LEAST, WIDE, Held, fitted, power_of_2, shared_bytes, shared_memory
+from tilewise.kernels.triton.choices import BLACKWELL, Calls, Choice, Entry, Pass, entry, entry_of_float32, row_of, up
+from tilewise.kernels.triton.fitting import (
+    LEAST,
+    WIDE,
+    Held,
+    architecture,
+    fitted,
+    power_of_2,
+    shared_bytes,
+    shared_memory,
+)
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.spec import Attention, Shape, Tile
-
-
-class Pass(Enum):
-    FORWARD = "forward"
-    D_QUERY = "d_query"
-    D_KEYS = "d_keys"
-    PAIRS = "pairs"  # the gradient of a bias
-    ARRAYS = "arrays"  # those of other arrays
-    DECODE = "decode"
-
-
-@dataclass(frozen=True)
-class Choice:
-    tile: Tile
-    warps: int
-    stages: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """As a launch takes them."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
-
-    def __str__(self) -> str:
-        return f"tiles of {self.tile.q} queries and {self.tile.k} keys, {self.warps} warps, {self.stages} stages"
-
-
-# By the larger head dimension, up to a power of 2, for half precision.
-_TABLE: dict[Pass, dict[int, Choice]] = {
-    Pass.FORWARD: {
-        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(64, 64), 4, 3), 256: Choice(Tile(128, 64), 8, 2),
-        512: Choice(Tile(32, 32), 4, 1),
-    },
-    Pass.D_QUERY: {
-        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(128, 64), 8, 3), 256: Choice(Tile(64, 64), 4, 2),
-        512: Choice(Tile(32, 16), 4, 1),
-    },
-    Pass.D_KEYS: {
-        64: Choice(Tile(64, 64), 4, 3), 128: Choice(Tile(64, 64), 4, 2), 256: Choice(Tile(64, 64), 8, 2),
-        512: Choice(Tile(16, 32), 4, 1),
-    },
-    Pass.PAIRS: {
-        64: Choice(Tile(128, 64), 8, 3), 128: Choice(Tile(128, 64), 8, 2), 256: Choice(Tile(64, 64), 4, 1),
-        512: Choice(Tile(16, 16), 4, 1),
-    },
-    Pass.ARRAYS: {
-        64: Choice(Tile(64, 64), 4, 2), 128: Choice(Tile(64, 64), 8, 2), 256: Choice(Tile(32, 32), 4, 1),
-        512: Choice(Tile(16, 16), 4, 1),
-    },
-    # Tile.q: rows at most. Three tiles of k and of v are under way, so that one program keeps its share of memory busy.
-    Pass.DECODE: {
-        64: Choice(Tile(64, 128), 4, 4), 128: Choice(Tile(64, 64), 4, 4), 256: Choice(Tile(32, 32), 4, 4),
-        512: Choice(Tile(32, 16), 4, 4),
-    },
-}  # fmt: skip
-
-# Without a mask no tile is cut short, and one that is larger reads fewer keys.
-_PLAIN: dict[Pass, dict[int, Choice]] = {
-    Pass.FORWARD: {64: Choice(Tile(128, 64), 4, 3), 128: Choice(Tile(128, 128), 8, 3)},
-}
-
-# float32 has no tensor cores: its products are written out, and large tiles take long to compile.
-_FLOAT32 = {
-    64: Choice(Tile(32, 32), 4, 2), 128: Choice(Tile(32, 32), 4, 2), 256: Choice(Tile(32, 16), 4, 2),
-    512: Choice(Tile(16, 16), 4, 1),
-}  # fmt: skip
-
 
 _INTERPRETED = Choice(Tile(128, 128), 4, 1)  # large tiles: an interpreter takes as long for a small one
 
@@ -89,6 +32,13 @@ _HELD = {
     # Of distances twice as many keys pass by, and queries with them.
     Pass.ARRAYS: Held("q", both=True, loops=2), Pass.DECODE: Held("q", both=False, loops=1),
 }  # fmt: skip
+_WAITING = {Pass.D_QUERY: 1, Pass.D_KEYS: 2}  # on Blackwell: k, and q with d_out
+
+
+@cache
+def _held(kind: Pass, device: str) -> Held:
+    is_blackwell = row_of(architecture(device)) == BLACKWELL
+    return _HELD[kind]._replace(waiting=_WAITING.get(kind, 0) if is_blackwell else 0)
 
 
 def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) -> Choice:
@@ -96,7 +46,8 @@ def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) 
     if is_interpreted() and kind is not Pass.DECODE:
         found = _INTERPRETED
     else:
-        found = fitted(_entry(kind, spec, shape), spec, shape, _HELD[kind], shared_memory(shape.device))
+        wanted, device = _entry(kind, spec, shape).choice, shape.device
+        found = fitted(wanted, spec, shape, _held(kind, device), shared_memory(device))
     if tile is not None:
         fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
         found = Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
@@ -117,23 +68,30 @@ def distances() -> int:
     return _INTERPRETED.tile.q if is_interpreted() else 32
 
 
-def _entry(kind: Pass, spec: Attention, shape: Shape) -> Choice:
+def _entry(kind: Pass, spec: Attention, shape: Shape) -> Entry:
     if kind in _tried:
-        return _tried[kind]
-    size = up(max(shape.d, shape.d_v))
+        return Entry(_tried[kind], "this very choice", "tried")
+    head = up(max(shape.d, shape.d_v))
     if shape.dtype == "float32":
-        return _FLOAT32[size]
-    found = tuned.choices(shape.device).get(kind.value, {}).get(size)
+        return entry_of_float32(head)
+    calls = calls_of(spec)
+    found = tuned.choices(shape.device).get((kind, calls, head))
     if found is not None:
-        q, k, warps, stages = found
-        return Choice(Tile(q, k), warps, stages)
+        return Entry(found, f"{calls.value} calls on this GPU, heads up to {head}", "tuned")
+    return entry(architecture(shape.device), kind, calls, head)
+
+
+def calls_of(spec: Attention) -> Calls:
     is_plain = spec.mask is None and spec.score is None and spec.rope is None and spec.lengths is None
-    return _PLAIN.get(kind, {}).get(size, _TABLE[kind][size]) if is_plain else _TABLE[kind][size]
+    return Calls.PLAIN if is_plain else Calls.MASKED
 
 
-def up(size: int) -> int:
-    """The entry for heads of this size."""
-    return next(limit for limit in _FLOAT32 if size <= limit)
+def described(kind: Pass, spec: Attention, shape: Shape) -> str:
+    """What a call takes, and which row of which table it is from."""
+    taken, found = chosen(kind, spec, shape), _entry(kind, spec, shape)
+    if is_interpreted() and kind is not Pass.DECODE:
+        return f"{taken} (for the interpreter)"
+    return f"{taken} ({found}{'' if taken == found.choice else ', made smaller to fit'})"
 
 
 def without_room(spec: Attention, shape: Shape) -> str | None:
@@ -142,17 +100,13 @@ def without_room(spec: Attention, shape: Shape) -> str | None:
         return None
     limit = shared_memory(shape.device)
     for kind in (Pass.FORWARD, Pass.D_QUERY, Pass.D_KEYS) if shape.backward else (Pass.FORWARD,):
-        wanted = shared_bytes(chosen(kind, spec, shape), spec, shape, _HELD[kind])
+        wanted = shared_bytes(chosen(kind, spec, shape), spec, shape, _held(kind, shape.device))
         if wanted > limit:
             return (
                 f"the smallest tiles of heads of {shape.d} and {shape.d_v} in {shape.dtype} take {wanted >> 10} KiB of "
                 f"shared memory, and {shape.device} has {limit >> 10}; half precision takes half"
             )
     return None
-
-
-def fits(kind: Pass, choice: Choice, spec: Attention, shape: Shape, limit: int) -> bool:
-    return shared_bytes(choice, spec, shape, _HELD[kind]) <= limit
 
 
 _tried: dict[Pass, Choice] = {}

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.kernels.triton.tuning import Pass, chosen
+from tilewise.kernels.triton.choices import Pass
+from tilewise.kernels.triton.tuning import chosen
 from tilewise.pytorch.rope import rotations_on
 from tilewise.rope import Rotation
 from tilewise.spec import Attention, Shape, Tile
