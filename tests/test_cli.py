@@ -182,14 +182,17 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--mask", "S > 0"], "reads the score S"),
         (["plan", "--mask", "Q + K"], "mask: expected a condition"),
         (["plan", "--score", "causal()"], "score: expected a number"),
-        (["plan", "--score", "alibi(8)", "--heads", "4"], "expected 4 along axis 0, got 8"),
+        (
+            ["plan", "--score", "alibi(8)", "--heads", "4"],
+            "--score: alibi: slopes must be for 4 heads, as q has, got 8",
+        ),
         (["plan", "--block", "0"], "--block: expected a size such as 128 or 64x128, got '0'"),
         (["plan", "--block", "1x2x3"], "--block"),
         (["plan", "--n", "-1"], "--n: expected at least 0, got -1"),
         (["plan", "--heads", "6", "--heads-k", "4"], "--heads-k: expected a divisor of --heads 6, got 4"),
         (["plan", "--n", "1000000", "--block", "1"], "--block: 1 x 1 makes 1000000 x 1000000 tiles"),
         (["plan", "--head", "1"], "--head: expected 0 to 0, got 1"),
-        (["plan", "--mask", "Q * Q * Q < K", "--n", "100000"], "beyond 32 bits"),
+        (["plan", "--mask", "Q * Q * Q < K", "--n", "100000"], "--mask: the expression's integer"),
     ],
 )
 def test_mistakes_of_the_user(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:

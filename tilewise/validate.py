@@ -23,7 +23,12 @@ from tilewise.spec import Attention, Lengths, Shape
 from tilewise.walking import nodes, variables
 
 MAX_HEAD_DIM = 512
+LOADED = "a loaded array (mask, bias, table ...)"
 PACKED = 0
+_COUNTED = {
+    "B": "sequences (the batch)", "H": "heads, as q has", "HK": "heads, as k has", "Q": "queries", "K": "keys",
+    "QP": "packed queries", "KP": "packed keys",
+}  # fmt: skip
 _LAYOUTS = {2: "(n, d)", 3: "(batch, n, d)", 4: "(batch, heads, n, d)"}
 
 
@@ -213,6 +218,7 @@ def _spec(
         mask_expr = mask_expression(mask)
     elif mask is not None:
         aligned = _aligned_mask(mask, rank, (*q.shape[:3], k.shape[2]))
+        _check_device(mask, q, "mask")
         if arrays.value_kind(mask) == "bool":
             mask_expr = variants.dense(aligned)
         else:
@@ -326,17 +332,17 @@ def _cumulative(name: str, lengths: Any, rows: int, what: str) -> np.ndarray[Any
 def _on_one_device(call: Call) -> Call:
     for slot in call.spec.loaded:
         if not slot.constant:
-            _check_device(slot.array, call.q)
-    for array in () if call.spec.rope is None else call.spec.rope.arrays.values():
-        _check_device(array, call.q)
+            _check_device(slot.array, call.q, slot.label or LOADED)
+    for name, array in {} if call.spec.rope is None else call.spec.rope.arrays.items():
+        _check_device(array, call.q, f"rope: {name}")
     return call
 
 
-def _check_device(array: Any, q: Any) -> None:
+def _check_device(array: Any, q: Any, label: str = LOADED) -> None:
     if arrays.device_name(array) != arrays.device_name(q):
         raise ValueError(
-            f"a loaded array (mask, bias, positions ...) is on {arrays.device_name(array)} and q on "
-            f"{arrays.device_name(q)}; move it there yourself: nothing is copied between devices silently"
+            f"{label} must be on {arrays.device_name(q)}, as q is, got {arrays.device_name(array)}; "
+            "move it there yourself: nothing is copied between devices silently"
         )
 
 
@@ -361,20 +367,30 @@ def check_variant(spec: Attention, shape: Shape) -> None:
 
 def _check_load(node: Expr, sizes: dict[str, int], packed: bool) -> None:
     """An index that is a plain variable must fit the array exactly; packed sequences may be shorter than a table."""
-    found = tuple(node.payload.array.shape)
+    slot, found = node.payload, tuple(node.payload.array.shape)
     for axis, index in enumerate(node.args):
         want = sizes.get(index.payload) if index.op == "var" else None
         if want is None or found[axis] == want:
             continue
         if packed and index.payload in ("Q", "K") and found[axis] == sizes[f"{index.payload}P"]:
             raise ValueError(
-                f"a loaded array (ids, bias ...) has a row for each packed row and is read as {node!r}, by position "
+                f"{slot.label or LOADED} has a row for each packed row and is read as {node!r}, by position "
                 f"in its sequence; read it with tw.load(array, tw.{index.payload}P), e.g. "
                 "mask=tw.load(ids, tw.QP) == tw.load(ids, tw.KP)"
             )
         if not (packed and index.payload in ("Q", "K") and found[axis] > want):
-            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ValueError(
-                f"a loaded array (mask, bias, table ...) is read as {node!r} and has shape {found}: "
-                f"expected {want} along axis {axis}, got {found[axis]} (sizes: {told})"
-            )
+            raise ValueError(_misfit(node, axis, want, sizes))
+
+
+def _misfit(node: Expr, axis: int, want: int, sizes: dict[str, int]) -> str:
+    """What is wrong with an array that is read by a variable: in a variant's words, or those of load(...)."""
+    slot, found = node.payload, tuple(node.payload.array.shape)
+    if slot.label:
+        advice = f"; pass {slot.label.partition(':')[0]}({want})" if slot.constant else ""
+        counted = f"{want} {_COUNTED[node.args[axis].payload]}"
+        return f"{slot.label} must be for {counted}, got {found[axis]} (axis {axis} of shape {found}){advice}"
+    told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return (
+        f"{LOADED} is read as {node!r} and has shape {found}: "
+        f"expected {want} along axis {axis}, got {found[axis]} (sizes: {told})"
+    )

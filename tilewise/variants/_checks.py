@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from tilewise import arrays
-from tilewise.expr import NK, NQ, Expr, Q
+from tilewise.expr import NK, NQ, Expr, Loaded, Q, load_slot
 
 # A query's position among the keys: the last query stands at the last key, whatever the lengths.
 P: Expr = Q + (NK - NQ)
@@ -39,6 +39,11 @@ def array(variant: str, name: str, value: Any, kind: str, ranks: range) -> Any:
         expected = " or ".join(map(str, ranks))
         raise ValueError(f"{variant}: {name} must have {expected} dimensions, got shape {tuple(value.shape)}")
     return value
+
+
+def read(variant: str, name: str, array: Any, *index: Any, grad: bool = False, constant: bool = False) -> Expr:
+    """load(array, ...), which errors call by the name that the variant's argument has."""
+    return load_slot(Loaded(array, grad, constant, f"{variant}: {name}"), *index)
 
 
 def constant_table(make: Callable[..., Any]) -> Callable[..., Any]:
