@@ -32,7 +32,8 @@ def array(variant: str, name: str, value: Any, kind: str, ranks: range) -> Any:
     """An array of this kind ('bool', 'int', 'float') and one of these numbers of dimensions."""
     value = arrays.from_foreign(f"{variant}: {name}", value)
     if not arrays.is_array(value):
-        raise TypeError(f"{variant}: {name} must be a NumPy array or a PyTorch tensor, got {type(value).__name__}")
+        found = f"{type(value).__name__}{arrays.list_advice(value)}"
+        raise TypeError(f"{variant}: {name} must be a NumPy array or a PyTorch tensor, got {found}")
     if arrays.value_kind(value) != kind:
         raise TypeError(f"{variant}: {name} must be of type {kind}, got {arrays.dtype_name(value)}")
     if len(value.shape) not in ranks:
