@@ -235,7 +235,7 @@ def _cache() -> tw.KVCache:
         (lambda: tw.decode(Q1, _cache(), k=X[:, :1], v=X), ValueError, r"k: expected \(2, 2, n, 8\) as the cache"),
         (lambda: tw.decode(Q1, _cache(), kernel="fast"), ValueError, "kernel: expected one of auto"),
         (lambda: tw.decode(Q1, _cache(), kernel="cuda"), tw.Unsupported, "kernel 'cuda' cannot compute this call"),
-        (lambda: tw.decode(Q1, _cache(), score=tw.bias(X[0, 0])), ValueError, "bias: values must be for 1 queries, got 5"),
+        (lambda: tw.decode(Q1, _cache(), score=tw.bias(X[0, 0])), ValueError, "values must be for 1 queries, got 5"),
         (lambda: tw.decode(Q1, _cache(), score=tw.bias(X[0, 0, :1, :6])), ValueError, "must be for 8 keys, got 6"),
         (lambda: tw.decode(Q1, _cache(), mask=X[0, 0] > 0), ValueError, r"mask: .* broadcasts .* \(2, 4, 1, 8\)"),
         (lambda: tw.decode(Q1, _cache(), mask=(tw.NK - 9) * 2**30 > 0), ValueError, "beyond 32 bits"),
