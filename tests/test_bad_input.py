@@ -171,7 +171,7 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "batch_invariant None": (lambda: call(batch_invariant=None), TypeError, ["batch_invariant:", "None"]),
     # -- kernels and tiles
     "unknown kernel": (lambda: call(kernel="nampy"), ValueError, ["kernel:", "'nampy'", "auto", "numpy"]),
-    "kernel None": (lambda: call(kernel=None), (ValueError, TypeError), ["kernel:", "None"]),
+    "kernel None": (lambda: call(kernel=None), TypeError, ["kernel:", "auto", "cuda-sim/tiled", "None"]),
     "kernel list": (lambda: call(kernel=["numpy"]), (ValueError, TypeError), ["kernel:", "numpy"]),
     "numpy on meta": (
         lambda: call(meta(2, 4, 6, 8), meta(2, 2, 7, 8), meta(2, 2, 7, 5), kernel="numpy"),

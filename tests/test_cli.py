@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import tilewise as tw
 from tilewise import cli, dispatch
 from tilewise.bench.problem import VARIANTS
-from tilewise.cli import compare, demo, terminal, trace
-from tilewise.kernels.cuda import compiler
+from tilewise.cli import UserError, compare, demo, terminal, trace
+from tilewise.kernels.cuda import CudaKernel, compiler
+from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.kernels.disk import Files
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Partial
@@ -47,7 +49,16 @@ def test_demo_of_one_kernel(capsys: pytest.CaptureFixture[str], short_demo: None
     assert _run(capsys, "demo", "--kernel", "numpy")[0] == 0
     code, _, err = _run(capsys, "demo", "--kernel", "abacus")
     assert code == 2
-    assert "--kernel: expected one of cpu, numpy" in err
+    assert f"--kernel: expected one of {', '.join(dispatch.NAMED)}, got 'abacus'" in err
+
+
+def test_demo_takes_every_name_that_works_on_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaSimKernel, "unavailable", lambda self: None)
+    monkeypatch.setattr(CudaKernel, "unavailable", lambda self: None)
+    assert demo._systems("cuda-sim") == ["cuda-sim"]
+    assert demo._systems("cuda-sim/tiled") == ["cuda-sim/tiled"]
+    with pytest.raises(UserError, match=r"--kernel: the demo's arrays are not for 'cuda': .* arrays are on cpu"):
+        demo._systems("cuda")
 
 
 def test_demo_shows_a_wrong_kernel(
@@ -96,7 +107,8 @@ def test_the_demo_ends_on_a_slow_machine(
     monkeypatch.setattr(compare, "PATIENCE", 1e-9)
     code, out, _ = _run(capsys, "demo", "--kernel", "numpy")
     assert code == 0
-    assert "tiled attention at n = 256: not run: judging by n = 64 it would take about" in out
+    for length in ("256", r"1024, window\(256\)"):
+        assert re.search(rf"tiled attention at n = .*{length}.*: not run: judging by n = 64 it would take about", out)
 
 
 def test_trace(capsys: pytest.CaptureFixture[str]) -> None:

@@ -269,8 +269,14 @@ def test_a_full_cache_says_so_and_stays_as_it_was() -> None:
     with pytest.raises(ValueError, match=r"sequence 0 has 5 keys, and 5 more are beyond the cache's capacity of 8"):
         tw.decode(Q1, cache, k=X, v=X)
     paged = tw.PagedKVCache.like(X, X, pages=1, batch=2)
-    with pytest.raises(ValueError, match=r"2 more pages of 16 keys are needed, and 1 of 1 are free; end sequences"):
+    with pytest.raises(ValueError, match=r"2 more pages of 16 keys are needed, and 1 of 1 are free; make .* pages$"):
         paged.append(X, X)
+    paged.append(X[:, :, :1], X[:, :, :1], [1, 0])
+    with pytest.raises(ValueError, match=r"1 more pages .* 0 of 1 are free; .*, or end sequences with cache.release"):
+        paged.append(X, X)
+    paged.release(0)
+    with pytest.raises(ValueError, match=r"sequence 1 has 0 keys, and 9 more .*; make a larger cache, or append fewer"):
+        _cache().append(np.repeat(X, 2, 2), np.repeat(X, 2, 2), [0, 9])
     assert bits(cache.k) == before
     assert list(cache.lengths) == [5, 4]
     assert list(paged.lengths) == [0, 0]

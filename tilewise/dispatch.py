@@ -120,6 +120,7 @@ ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
 DECODING = ("cpu", "numpy", "triton", "cuda")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
+NAMED = (*NAMES, *ONLY_IF_NAMED, *_RUNGS)  # what a caller may name
 
 
 def simulated_rungs() -> tuple[str, ...]:
@@ -159,12 +160,10 @@ def reason(name: str, spec: Attention, shape: Shape) -> str | None:
 
 def check_name(name: Any) -> None:
     """Refuse what is not the name of a kernel system."""
-    if not isinstance(name, str):
-        raise TypeError(f"kernel: expected one of {', '.join(('auto', *NAMES))}, got {name!r}")
-    if name not in ("auto", *NAMES, *ONLY_IF_NAMED, *_RUNGS):
-        raise ValueError(
-            f"kernel: expected one of {', '.join(('auto', *NAMES, *ONLY_IF_NAMED, *_RUNGS))}, got {name!r}"
-        )
+    is_text = isinstance(name, str)
+    if not is_text or name not in ("auto", *NAMED):
+        error = ValueError if is_text else TypeError
+        raise error(f"kernel: expected one of {', '.join(('auto', *NAMED))}, got {name!r}")
 
 
 def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> Kernel:
