@@ -237,10 +237,11 @@ def _box(array: Array, box: list[Interval]) -> Interval:
         array = _comparable(array)
         return np.full(grid, array.min()), np.full(grid, array.max())
     # Only what the boxes touch is looked at: a plan asks for a band of a dense mask at a time.
-    low = high = _comparable(array[tuple(slice(int(first.min()), int(last.max()) + 1) for first, last in box)])
+    low = high = array[tuple(slice(int(first.min()), int(last.max()) + 1) for first, last in box)]
     for axis, (first, last) in enumerate(box):
         first, last = first - first.min(), last - first.min()
         low, high = _reduce(low, high, axis, first.ravel(), last.ravel())
+    low, high = _comparable(low), _comparable(high)  # as they are yet if no axis had ranges
     # From the array's own axis order to the grid's.
     order = sorted(range(array.ndim), key=lambda i: axes[i][0] if axes[i] else -99)
     shape = [1] * len(grid)
@@ -251,13 +252,21 @@ def _box(array: Array, box: list[Interval]) -> Interval:
 
 
 def _reduce(low: Array, high: Array, axis: int, first: Array, last: Array) -> Interval:
-    """Minima of low and maxima of high over ranges of an axis; a range at a time, which the second finds in a cache."""
+    """Minima of low and maxima of high over ranges of an axis, as _comparable numbers.
+
+    A range at a time: the maxima find it in a cache, and no copy of half precision is larger.
+    """
     if len(first) == low.shape[axis] and np.array_equal(first, last):  # one of each, as heads are: nothing to reduce
         in_order = not np.any(np.diff(first) != 1)
         return (low, high) if in_order else (low.take(first, axis), high.take(first, axis))
-    spans = [(*[slice(None)] * axis, slice(a, b + 1)) for a, b in zip(first, last, strict=True)]
-    found = [(np.minimum.reduce(low[span], axis), np.maximum.reduce(high[span], axis)) for span in spans]
-    return np.stack([lo for lo, _ in found], axis), np.stack([hi for _, hi in found], axis)
+    lows, highs = [], []
+    for a, b in zip(first, last, strict=True):
+        span = (*[slice(None)] * axis, slice(a, b + 1))
+        below = _comparable(low[span])
+        above = below if low is high else _comparable(high[span])
+        lows.append(np.minimum.reduce(below, axis))
+        highs.append(np.maximum.reduce(above, axis))
+    return np.stack(lows, axis), np.stack(highs, axis)
 
 
 INTERVAL_OPS: OpTable = {
