@@ -3,6 +3,7 @@ written. Then the edges of what is allowed, which get the contract's answer."""
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import ml_dtypes
@@ -67,15 +68,29 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "q without dimensions": (lambda: call(q=np.array(1.0, np.float32)), ValueError, ["q:", "()"]),
     "k of another rank": (lambda: call(k=make(2, 7, 8)), ValueError, ["k:", "(2, 7, 8)", "as q has"]),
     "v of another rank": (lambda: call(v=make(7, 5)), ValueError, ["v:", "(7, 5)", "as q has"]),
-    "k of another head dim": (lambda: call(k=make(2, 2, 7, 9)), ValueError, ["k:", "head dimension", "8", "9"]),
+    "k of another head dim": (
+        lambda: call(k=make(2, 2, 7, 9)),
+        ValueError,
+        ["k:", "head dimension", "8", "9; only v's"],
+    ),
     "k of another batch": (lambda: call(k=make(3, 2, 7, 8)), ValueError, ["k:", "batch of 2", "3"]),
     "v of another batch": (lambda: call(v=make(3, 2, 7, 5)), ValueError, ["v:", "batch of 2", "3"]),
+    "k of one batch index": (
+        lambda: call(k=make(1, 2, 7, 8)),
+        ValueError,
+        ["k:", "batch of 2", "got 1", "np.broadcast_to(k, (2, *k.shape[1:]))"],
+    ),
+    "torch v of one batch index": (
+        lambda: call(**tensors("q", "k"), v=torch.zeros(1, 2, 7, 5)),
+        ValueError,
+        ["v:", "got 1", "v.expand(2, *v.shape[1:])"],
+    ),
     "v of another length": (lambda: call(v=make(2, 2, 8, 5)), ValueError, ["v:", "7 keys as k has", "8"]),
     "v of other heads": (lambda: call(v=make(2, 4, 7, 5)), ValueError, ["v:", "2 heads as k has", "4"]),
     "heads that do not divide": (
         lambda: call(k=make(2, 3, 7, 8), v=make(2, 3, 7, 5)),
         ValueError,
-        ["k:", "divide", "4", "3"],
+        ["k:", "divide", "4", "got 3", "(batch, heads, n, d)", "swap"],
     ),
     "more key heads than query heads": (
         lambda: call(k=make(2, 8, 7, 8), v=make(2, 8, 7, 5)),
@@ -92,23 +107,32 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "k of another type": (
         lambda: call(k=make(2, 2, 7, 8, dtype=np.float16)),
         TypeError,
-        ["k:", "float32 as q is", "float16"],
+        ["k:", "float32 as q is", "float16", "k.astype(q.dtype)"],
     ),
     "v of another type": (
         lambda: call(v=make(2, 2, 7, 5, dtype=np.float64)),
         TypeError,
-        ["v:", "float32 as q is", "float64"],
+        ["v:", "float32 as q is", "float64", "v.astype(q.dtype)"],
     ),
-    "a list": (lambda: call(q=[[1.0]]), TypeError, ["q:", "NumPy array or a PyTorch tensor", "list"]),
+    "torch k of another type": (
+        lambda: call(**tensors("q", "v"), k=torch.zeros(2, 2, 7, 8).half()),
+        TypeError,
+        ["k:", "float32 as q is", "k.to(q.dtype)"],
+    ),
+    "a list": (lambda: call(q=[[1.0]]), TypeError, ["q:", "NumPy array or a PyTorch tensor", "list", "np.array(...)"]),
     "None": (lambda: tw.attention(None, None, None), TypeError, ["q:", "NoneType"]),
     "a list for v": (lambda: call(v=[[1.0]]), TypeError, ["v:", "list"]),
     "an expression for q": (lambda: call(q=Q), TypeError, ["q:", "Expr"]),
-    "torch q, NumPy k": (lambda: call(**tensors("q")), TypeError, ["k:", "PyTorch tensor as q is", "NumPy array"]),
-    "NumPy q, torch v": (lambda: call(**tensors("v")), TypeError, ["v:", "NumPy array as q is", "PyTorch tensor"]),
+    "torch q, NumPy k": (
+        lambda: call(**tensors("q")),
+        TypeError,
+        ["k:", "PyTorch tensor as q is", "torch.as_tensor(k)"],
+    ),
+    "NumPy q, torch v": (lambda: call(**tensors("v")), TypeError, ["v:", "NumPy array as q is", "np.asarray(v)"]),
     "meta k": (
         lambda: call(**tensors("q", "v"), k=meta(2, 2, 7, 8)),
         ValueError,
-        ["k:", "device cpu as q is on", "meta"],
+        ["k:", "device cpu as q is on", "meta", "k.to(q.device)"],
     ),
     "strided q": (
         lambda: call(q=strided(2, 4, 6, 8)),
@@ -147,7 +171,7 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "batch_invariant None": (lambda: call(batch_invariant=None), TypeError, ["batch_invariant:", "None"]),
     # -- kernels and tiles
     "unknown kernel": (lambda: call(kernel="nampy"), ValueError, ["kernel:", "'nampy'", "auto", "numpy"]),
-    "kernel None": (lambda: call(kernel=None), (ValueError, TypeError), ["kernel:", "None"]),
+    "kernel None": (lambda: call(kernel=None), TypeError, ["kernel:", "auto", "cuda-sim/tiled", "None"]),
     "kernel list": (lambda: call(kernel=["numpy"]), (ValueError, TypeError), ["kernel:", "numpy"]),
     "numpy on meta": (
         lambda: call(meta(2, 4, 6, 8), meta(2, 2, 7, 8), meta(2, 2, 7, 5), kernel="numpy"),
@@ -193,7 +217,7 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     ),
     "mask variant uncalled": (lambda: call(mask=tw.causal), TypeError, ["mask:", "function"]),
     "mask text": (lambda: call(mask="causal()"), TypeError, ["mask:", "str", "tw.parse"]),
-    "mask list": (lambda: call(mask=[[True]]), TypeError, ["mask:", "list"]),
+    "mask list": (lambda: call(mask=[[True]]), TypeError, ["mask:", "list", "np.array(...)"]),
     "mask True": (lambda: call(mask=True), TypeError, ["mask:", "bool"]),
     "mask number": (lambda: call(mask=Q - K), TypeError, ["mask:", "condition", "Q - K", "score"]),
     "mask score": (lambda: call(mask=tw.softcap(3.0)), TypeError, ["mask:", "pass it as score"]),
@@ -201,7 +225,7 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "meta mask": (
         lambda: call(**tensors(), mask=torch.ones(6, 7, dtype=torch.bool, device="meta")),
         ValueError,
-        ["mask", "meta", "cpu"],
+        ["mask must be on cpu", "got meta"],
     ),
     # -- scores
     "score condition": (lambda: call(score=Q < K), TypeError, ["score:", "Q < K", "pass it as mask"]),
@@ -216,42 +240,70 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "alibi of other heads": (
         lambda: call(score=tw.alibi(3)),
         ValueError,
-        ["load(a0, H)", "(3,)", "expected 4", "got 3"],
+        ["alibi: slopes must be for 4 heads, as q has, got 3", "(3,)", "; pass alibi(4)"],
     ),
     "alibi slopes of other heads": (
         lambda: call(score=tw.alibi(make(2))),
         ValueError,
-        ["load(a0, H)", "(2,)", "expected 4"],
+        ["alibi: slopes must be for 4 heads", "got 2", "(axis 0 of shape (2,))"],
     ),
     "document ids too short": (
         lambda: call(mask=tw.document(np.zeros(5, int), np.zeros(7, int))),
         ValueError,
-        ["load(a0, Q)", "(5,)", "expected 6"],
+        ["document: ids must be for 6 queries, got 5", "(5,)"],
     ),
     "document ids for q and k of different lengths": (
         lambda: call(mask=tw.document(np.zeros(6, int))),
         ValueError,
-        ["load(a0, K)", "expected 7", "got 6"],
+        ["document: ids", "unless k_ids are given", "must be for 7 keys, got 6"],
     ),
     "document ids of another batch": (
         lambda: call(mask=tw.document(np.zeros((3, 6), int), np.zeros(7, int))),
         ValueError,
-        ["expected 2 along axis 0", "got 3"],
+        ["document: ids must be for 2 sequences (the batch), got 3 (axis 0 of shape (3, 6))"],
     ),
-    "bias of other keys": (lambda: call(score=tw.bias(make(6, 8))), ValueError, ["(6, 8)", "expected 7 along axis 1"]),
+    "bias of other keys": (
+        lambda: call(score=tw.bias(make(6, 8))),
+        ValueError,
+        ["bias: values must be for 7 keys, got 8", "(6, 8)"],
+    ),
     "relative of other heads": (
         lambda: call(score=tw.relative(make(3, 5))),
         ValueError,
-        ["(3, 5)", "expected 4 along axis 0"],
+        ["relative: table must be for 4 heads", "got 3", "(3, 5)"],
     ),
-    "dense too large": (lambda: call(mask=tw.dense(np.ones((60, 70), bool))), ValueError, ["(60, 70)", "expected 6"]),
+    "t5 of other heads": (
+        lambda: call(score=tw.t5(make(8, 3))),
+        ValueError,
+        ["t5: table must be for 4 heads", "got 3"],
+    ),
+    "dense too large": (
+        lambda: call(mask=tw.dense(np.ones((60, 70), bool))),
+        ValueError,
+        ["dense: mask must be for 6 queries, got 60 (axis 0 of shape (60, 70))"],
+    ),
+    "dense of other heads after a copy": (
+        lambda: call(mask=deepcopy(tw.dense(np.ones((3, 6, 7), bool)))),
+        ValueError,
+        ["dense: mask must be for 4 heads", "got 3"],
+    ),
+    "torch bias of other keys": (
+        lambda: call(**tensors(), score=tw.bias(torch.zeros(6, 8))),
+        ValueError,
+        ["bias: values must be for 7 keys, got 8"],
+    ),
+    "a load by hand of other heads": (
+        lambda: call(score=S + tw.load(make(3), H)),
+        ValueError,
+        ["a loaded array", "load(a0, H)", "shape (3,)", "expected 4 along axis 0, got 3", "H 4"],
+    ),
     "meta ids": (
         lambda: call(
             **tensors(),
             mask=tw.document(torch.zeros(6, dtype=torch.int, device="meta"), torch.zeros(7, dtype=torch.int)),
         ),
         ValueError,
-        ["meta", "cpu"],
+        ["document: ids must be on cpu, as q is, got meta"],
     ),
     "overflow": (lambda: call(mask=Q * 2_000_000_000 < K), ValueError, ["Q * 2000000000", "32 bits"]),
     # -- variants
@@ -268,6 +320,12 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "alibi ints": (lambda: tw.alibi(np.ones(4, int)), TypeError, ["alibi: slopes", "float", "int64"]),
     "alibi list": (lambda: tw.alibi([0.5]), TypeError, ["alibi: slopes", "list"]),
     "document floats": (lambda: tw.document(make(4)), TypeError, ["document: ids", "int", "float32"]),
+    "document list": (
+        lambda: tw.document([0, 0, 1]),
+        TypeError,
+        ["document: ids", "list", "np.array(...) or torch.tensor(...)"],
+    ),
+    "dense list": (lambda: tw.dense([[True]]), TypeError, ["dense: mask", "list", "np.array(...)"]),
     "document 3-D": (
         lambda: tw.document(np.zeros((1, 2, 3), int)),
         ValueError,
@@ -285,7 +343,7 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "sinks 2-D": (lambda: call(sinks=make(2, 4)), ValueError, ["sinks:", "(4,)", "(2, 4)"]),
     "sinks ints": (lambda: call(sinks=np.ones(4, int)), TypeError, ["sinks:", "floats", "int64"]),
     "sinks complex": (lambda: call(sinks=np.ones(4, complex)), TypeError, ["sinks:", "floats", "complex128"]),
-    "sinks list": (lambda: call(sinks=[1.0] * 4), TypeError, ["sinks:", "floats", "list"]),
+    "sinks list": (lambda: call(sinks=[1.0] * 4), TypeError, ["sinks:", "floats", "list", "np.array(...)"]),
     "sinks of torch for NumPy": (lambda: call(sinks=torch.ones(4)), ValueError, ["sinks:", "NumPy array"]),
     "sinks of NumPy for torch": (lambda: call(**tensors(), sinks=make(4)), ValueError, ["sinks:", "PyTorch tensor"]),
     # -- packed sequences

@@ -260,7 +260,7 @@ def test_a_section_that_was_stopped_is_not_written(
         (["--cpu", "--no-memory"], "--no-memory: the suite"),
         (["--cpu", "--json", "results.json"], "--json: with --cpu a folder is expected, for a file a section"),
         (["--cpu", "--json", "/no/such/folder"], "there is no folder '/no/such'"),
-        (["--cpu", "--kernel", "cobol"], "there is no 'cobol'"),
+        (["--cpu", "--kernel", "cobol"], "cuda-sim/forward_sm90, got 'cobol'"),
         (["--cpu", "--from", "/no/such"], "a folder with forward.json, half.json"),
         (["--cpu", "--threads", "0"], "--threads: expected a whole number of at least 1, got '0'"),
     ],

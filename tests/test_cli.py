@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 import tilewise as tw
 from tilewise import cli, dispatch
 from tilewise.bench.problem import VARIANTS
-from tilewise.cli import compare, demo, terminal, trace
-from tilewise.kernels.cuda import compiler
+from tilewise.cli import UserError, compare, demo, terminal, trace
+from tilewise.kernels.cuda import CudaKernel, compiler
+from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.kernels.disk import Files
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Partial
@@ -47,7 +49,16 @@ def test_demo_of_one_kernel(capsys: pytest.CaptureFixture[str], short_demo: None
     assert _run(capsys, "demo", "--kernel", "numpy")[0] == 0
     code, _, err = _run(capsys, "demo", "--kernel", "abacus")
     assert code == 2
-    assert "--kernel: expected one of cpu, numpy" in err
+    assert f"--kernel: expected one of {', '.join(dispatch.NAMED)}, got 'abacus'" in err
+
+
+def test_demo_takes_every_name_that_works_on_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaSimKernel, "unavailable", lambda self: None)
+    monkeypatch.setattr(CudaKernel, "unavailable", lambda self: None)
+    assert demo._systems("cuda-sim") == ["cuda-sim"]
+    assert demo._systems("cuda-sim/tiled") == ["cuda-sim/tiled"]
+    with pytest.raises(UserError, match=r"--kernel: the demo's arrays are not for 'cuda': .* arrays are on cpu"):
+        demo._systems("cuda")
 
 
 def test_demo_shows_a_wrong_kernel(
@@ -96,7 +107,8 @@ def test_the_demo_ends_on_a_slow_machine(
     monkeypatch.setattr(compare, "PATIENCE", 1e-9)
     code, out, _ = _run(capsys, "demo", "--kernel", "numpy")
     assert code == 0
-    assert "tiled attention at n = 256: not run: judging by n = 64 it would take about" in out
+    for length in ("256", r"1024, window\(256\)"):
+        assert re.search(rf"tiled attention at n = .*{length}.*: not run: judging by n = 64 it would take about", out)
 
 
 def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,14 +194,17 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--mask", "S > 0"], "reads the score S"),
         (["plan", "--mask", "Q + K"], "mask: expected a condition"),
         (["plan", "--score", "causal()"], "score: expected a number"),
-        (["plan", "--score", "alibi(8)", "--heads", "4"], "expected 4 along axis 0, got 8"),
+        (
+            ["plan", "--score", "alibi(8)", "--heads", "4"],
+            "--score: alibi: slopes must be for 4 heads, as q has, got 8",
+        ),
         (["plan", "--block", "0"], "--block: expected a size such as 128 or 64x128, got '0'"),
         (["plan", "--block", "1x2x3"], "--block"),
         (["plan", "--n", "-1"], "--n: expected at least 0, got -1"),
         (["plan", "--heads", "6", "--heads-k", "4"], "--heads-k: expected a divisor of --heads 6, got 4"),
         (["plan", "--n", "1000000", "--block", "1"], "--block: 1 x 1 makes 1000000 x 1000000 tiles"),
         (["plan", "--head", "1"], "--head: expected 0 to 0, got 1"),
-        (["plan", "--mask", "Q * Q * Q < K", "--n", "100000"], "beyond 32 bits"),
+        (["plan", "--mask", "Q * Q * Q < K", "--n", "100000"], "--mask: the expression's integer"),
     ],
 )
 def test_mistakes_of_the_user(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:

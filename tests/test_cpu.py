@@ -42,6 +42,19 @@ def test_a_single_key_has_no_gradient_of_scores(path: str, dtype: str, n_q: int)
     assert not np.any(arrays.widen(grads.k, np.float64))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_every_float16_is_read_as_the_number_it_is(path: str, dtype: str, layout: str) -> None:
+    """A bias of all of them but NaN and infinity, 251 keys a row, which no vector divides, or apart in memory."""
+    numbers = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    numbers = numbers[np.isfinite(numbers)][: 251 * 252].reshape(252, 251)
+    numbers[::9, ::7] = -np.inf
+    held = np.asfortranarray(numbers) if layout == "columns" else numbers
+    q, k, v = (np.random.default_rng(0).standard_normal((1, 1, n, 8)).astype(dtype) for n in (252, 251, 251))
+    one, other = (tw.attention(q, k, v, score=tw.bias(b), kernel="cpu") for b in (held, numbers.astype(np.float32)))
+    assert np.array_equal(one, other)
+
+
 # -- in place ---------------------------------------------------------------------------------------------------------
 
 

@@ -235,8 +235,8 @@ def _cache() -> tw.KVCache:
         (lambda: tw.decode(Q1, _cache(), k=X[:, :1], v=X), ValueError, r"k: expected \(2, 2, n, 8\) as the cache"),
         (lambda: tw.decode(Q1, _cache(), kernel="fast"), ValueError, "kernel: expected one of auto"),
         (lambda: tw.decode(Q1, _cache(), kernel="cuda"), tw.Unsupported, "kernel 'cuda' cannot compute this call"),
-        (lambda: tw.decode(Q1, _cache(), score=tw.bias(X[0, 0])), ValueError, "expected 1 along axis 0, got 5"),
-        (lambda: tw.decode(Q1, _cache(), score=tw.bias(X[0, 0, :1, :6])), ValueError, "expected 8 along axis 1"),
+        (lambda: tw.decode(Q1, _cache(), score=tw.bias(X[0, 0])), ValueError, "values must be for 1 queries, got 5"),
+        (lambda: tw.decode(Q1, _cache(), score=tw.bias(X[0, 0, :1, :6])), ValueError, "must be for 8 keys, got 6"),
         (lambda: tw.decode(Q1, _cache(), mask=X[0, 0] > 0), ValueError, r"mask: .* broadcasts .* \(2, 4, 1, 8\)"),
         (lambda: tw.decode(Q1, _cache(), mask=(tw.NK - 9) * 2**30 > 0), ValueError, "beyond 32 bits"),
         (lambda: tw.decode(Q1, _cache(), sinks=np.ones(2, np.float32)), ValueError, r"sinks: expected shape \(4,\)"),
@@ -269,8 +269,14 @@ def test_a_full_cache_says_so_and_stays_as_it_was() -> None:
     with pytest.raises(ValueError, match=r"sequence 0 has 5 keys, and 5 more are beyond the cache's capacity of 8"):
         tw.decode(Q1, cache, k=X, v=X)
     paged = tw.PagedKVCache.like(X, X, pages=1, batch=2)
-    with pytest.raises(ValueError, match=r"2 more pages of 16 keys are needed, and 1 of 1 are free; end sequences"):
+    with pytest.raises(ValueError, match=r"2 more pages of 16 keys are needed, and 1 of 1 are free; make .* pages$"):
         paged.append(X, X)
+    paged.append(X[:, :, :1], X[:, :, :1], [1, 0])
+    with pytest.raises(ValueError, match=r"1 more pages .* 0 of 1 are free; .*, or end sequences with cache.release"):
+        paged.append(X, X)
+    paged.release(0)
+    with pytest.raises(ValueError, match=r"sequence 1 has 0 keys, and 9 more .*; make a larger cache, or append fewer"):
+        _cache().append(np.repeat(X, 2, 2), np.repeat(X, 2, 2), [0, 9])
     assert bits(cache.k) == before
     assert list(cache.lengths) == [5, 4]
     assert list(paged.lengths) == [0, 0]

@@ -77,7 +77,8 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_named_system_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "kernel", lambda name: _Picky())
-    monkeypatch.setattr(dispatch, "NAMES", ("picky",))
+    for names in ("NAMES", "NAMED"):
+        monkeypatch.setattr(dispatch, names, ("picky",))
     shape = Shape(1, 1, 1, 8, 8, 4, 4)
     with pytest.raises(tw.Unsupported, match="kernel 'picky' cannot compute this call: it knows no masks"):
         dispatch.resolve("picky", Attention(1.0, tw.causal()), shape)

@@ -270,6 +270,13 @@ def test_equal_expressions_are_one_object():
     assert len({Q, K, Q}) == 2  # hashing is by identity
 
 
+def test_what_a_variant_calls_its_array_is_no_part_of_the_expression():
+    x = np.zeros(4, np.float32)
+    assert S + tw.load(x, K) is tw.bias(x)
+    assert repr(tw.bias(x)) == "S + load(a0, K)"
+    assert tw.bias(x).key == (S + tw.load(x.copy(), K)).key
+
+
 def test_a_dead_expression_leaves_nothing_behind():
     # An array's id may be given again; the expression must not be.
     seen = set()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import tilewise as tw
 from tests.strategies import SMALL, bool_exprs, dense_env, float_exprs, int_exprs, profile
+from tilewise import arrays
 from tilewise import expr as ex
 from tilewise.expr import H, K, Q, S
 from tilewise.intervals import INTERVAL_OPS, SCORE
@@ -178,6 +179,30 @@ def test_nan_in_an_array_is_unknown():
     )
     assert always.tolist() == [False, True]
     assert sometimes.tolist() == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, arrays.BFLOAT16])
+@pytest.mark.parametrize("shape", [(2**16,), (2**9, 2**7), (2, 2**8, 2**7), (2**16, 1)])
+def test_half_precision_has_the_bounds_of_its_numbers(dtype, shape):
+    """Every number there is, in any order: -0, subnormal numbers, infinities and NaN of both signs too."""
+    bits = np.random.default_rng(0).permutation(2**16).astype(np.uint16).reshape(shape)
+    half = bits.view(dtype)
+    box = []
+    for axis, n in enumerate(shape):
+        first = np.arange(0, n, 4 if n > 2 else 1).reshape(-1, *[1] * (len(shape) - 1 - axis))
+        box.append((first, first + (3 if n > 2 else 0)))
+    found = INTERVAL_OPS["load"](ex.Loaded(half), *box)
+    wanted = INTERVAL_OPS["load"](ex.Loaded(arrays.widen(half, np.float32)), *box)
+    assert np.isnan(wanted[0]).any()
+    assert np.isfinite(wanted[0]).any()
+    for one, other in zip(found, wanted, strict=True):
+        assert np.array_equal(one, other, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, arrays.BFLOAT16])
+def test_one_number_of_half_precision(dtype):
+    low, high = INTERVAL_OPS["load"](ex.Loaded(arrays.narrow(np.array(-1.5), arrays._dtype_name(np.dtype(dtype)))))
+    assert low < -1.5 < high < -1.49
 
 
 def test_scores_are_finite_and_large():

@@ -91,10 +91,34 @@ def test_mistakes_are_named() -> None:
         MultiHeadAttention(16, 3)
     with pytest.raises(ValueError, match="heads_k: expected a positive whole number, got 0"):
         MultiHeadAttention(16, 4, heads_k=0)
+    with pytest.raises(ValueError, match="heads_k: expected a number that divides heads, which is 4, got 3"):
+        MultiHeadAttention(16, 4, heads_k=3)
     with pytest.raises(ValueError, match="heads_k: expected a number that divides heads"):
-        MultiHeadAttention(16, 4, heads_k=3)(torch.ones(1, 2, 16))
+        MultiHeadAttention(16, 4, heads_k=3, head_dim=5)
     with pytest.raises(TypeError, match="dropout: expected one of rope, causal, mask, score, scale"):
         MultiHeadAttention(16, 4)(torch.ones(1, 2, 16), dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (torch.ones(1, 2, 12), ValueError, r"x: expected \(batch, n, 16\).*got shape \(1, 2, 12\)"),
+        (torch.ones(2, 16), ValueError, r"x: expected \(batch, n, 16\).*got shape \(2, 16\)"),
+        (torch.ones(1, 2, 16).numpy(), TypeError, "x: expected a PyTorch tensor, got ndarray; pass torch.as_tensor"),
+        (torch.ones(1, 2, 16).half(), TypeError, r"x: expected torch.float32 .*, got torch.float16; .*x.to\(torch.fl"),
+        (torch.ones(1, 2, 16, device="meta"), ValueError, r"x: expected a tensor on cpu .*x.to\('cpu'\) or module.to"),
+    ],
+)
+def test_an_x_that_does_not_fit_is_named(x: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        MultiHeadAttention(16, 4)(x)
+
+
+def test_autocast_takes_x_of_another_type() -> None:
+    """As the layers before it leave it."""
+    module, x = MultiHeadAttention(16, 2, causal=True), torch.randn(2, 5, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(module(x.bfloat16()), module(x))
 
 
 @pytest.mark.parametrize("rope", [None, tw.Rope(), tw.Rope(4, interleaved=True)], ids=["plain", "rope", "a part"])

@@ -312,7 +312,7 @@ def test_mistakes_are_named(mistake: str) -> None:
 
 def test_arrays_stay_where_they_are() -> None:
     q = torch.ones(1, 1, 3, 4, device="meta")
-    with pytest.raises(ValueError, match=r"positions .* is on cpu and q on meta"):
+    with pytest.raises(ValueError, match=r"rope: positions must be on meta, as q is, got cpu"):
         tw.attention(q, q, q, rope=tw.Rope(positions=torch.arange(3)))
 
 

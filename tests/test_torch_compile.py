@@ -354,7 +354,7 @@ def test_numbers_that_change_compile_again(option: str) -> None:
         (lambda: {"mask": "causal()"}, "mask: expected an expression or an array"),
         (lambda: {"mask": tw.causal}, "mask: expected an expression or a tensor, got a function"),
         (lambda: {"score": tw.causal()}, "score: expected a number for each score"),
-        (lambda: {"score": tw.bias(torch.zeros(3, 5))}, "expected 6 along axis 0, got 3"),
+        (lambda: {"score": tw.bias(torch.zeros(3, 5))}, "bias: values must be for 6 queries, got 3"),
         (lambda: {"sinks": torch.zeros(7)}, "sinks: expected shape"),
         (lambda: {"kernel": "cpp"}, "kernel: expected one of"),
         (lambda: {"mask": Q * 2**28 * K > 0}, "beyond 32 bits"),

@@ -34,6 +34,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, np.ndarray) or is_torch(x)
 
 
+def list_advice(x: Any) -> str:
+    """For errors: what to do with a list, where an array is expected."""
+    return "; make an array of it: np.array(...) or torch.tensor(...)" if isinstance(x, (list, tuple)) else ""
+
+
 def library(x: Any) -> Any:
     """NumPy or PyTorch, whose functions of one name mean the same."""
     return sys.modules["torch"] if is_torch(x) else np

@@ -122,6 +122,7 @@ DECODING = ("cpu", "numpy", "triton", "cuda")
 # And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler.
 TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
+NAMED = (*NAMES, *ONLY_IF_NAMED, *_RUNGS)  # what a caller may name
 
 
 def simulated_rungs() -> tuple[str, ...]:
@@ -165,12 +166,10 @@ def reason(name: str, spec: Attention, shape: Shape) -> str | None:
 
 def check_name(name: Any) -> None:
     """Refuse what is not the name of a kernel system."""
-    if not isinstance(name, str):
-        raise TypeError(f"kernel: expected one of {', '.join(('auto', *NAMES))}, got {name!r}")
-    if name not in ("auto", *NAMES, *ONLY_IF_NAMED, *_RUNGS):
-        raise ValueError(
-            f"kernel: expected one of {', '.join(('auto', *NAMES, *ONLY_IF_NAMED, *_RUNGS))}, got {name!r}"
-        )
+    is_text = isinstance(name, str)
+    if not is_text or name not in ("auto", *NAMED):
+        error = ValueError if is_text else TypeError
+        raise error(f"kernel: expected one of {', '.join(('auto', *NAMED))}, got {name!r}")
 
 
 def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> Kernel:

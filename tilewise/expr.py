@@ -44,6 +44,7 @@ class Loaded:
     array: Any
     grad: bool = False
     constant: bool = False  # made by a variant itself, so a kernel may move it to the caller's device
+    label: str = ""  # what a variant's user knows it as ("alibi: slopes"), for errors alone: no part of what it is
 
     @property
     def wants_grad(self) -> bool:
@@ -487,7 +488,7 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
     array = slot.array
     if arrays.compiling() and isinstance(array, np.ndarray):
         array = arrays.as_tensor(array)
-        slot = Loaded(array, slot.grad, slot.constant)
+        slot = Loaded(array, slot.grad, slot.constant, slot.label)
     if not arrays.is_array(array) and (not hasattr(array, "shape") or not hasattr(array, "dtype")):
         raise TypeError(f"load(array, ...) needs an array, got {type(array).__name__}; try np.asarray(...)")
     if len(index) != len(array.shape):

@@ -175,13 +175,28 @@ def _load(slot: Loaded, *index: Interval) -> Interval:
     if arrays.is_elsewhere(slot.array):
         return (np.asarray(False), np.asarray(True)) if kind == "bool" else (np.asarray(np.nan), np.asarray(np.nan))
     array = arrays.as_numpy(slot.array)
-    if array.dtype == arrays.BFLOAT16:
-        array = arrays.widen(array, np.float32)
     box = [_within(i, n) for i, n in zip(index, array.shape, strict=True)]
-    lo, hi = _line(array, box[0]) if array.ndim == 1 else _box(array, box)
+    lo, hi = _line(_comparable(array), box[0]) if array.ndim == 1 else _box(array, box)
+    if _is_half(array):
+        lo, hi = (arrays.widen(_ordered(np.asarray(b)).view(array.dtype), np.float32) for b in (lo, hi))
     if kind == "float":
         return _widen(_unless(np.isnan(lo) | np.isnan(hi), (lo, hi)), ARITHMETIC_ERROR)
     return (lo, hi) if kind == "bool" else (lo.astype(np.int64), hi.astype(np.int64))
+
+
+def _is_half(array: Array) -> bool:
+    return array.dtype in (np.float16, arrays.BFLOAT16)
+
+
+def _comparable(array: Array) -> Array:
+    """Half precision as integers in the same order, which NumPy compares fifty times as fast; the rest as it is."""
+    return _ordered(array.view(np.int16)) if _is_half(array) else array
+
+
+def _ordered(bits: Array) -> Array:
+    """The bits of half-precision numbers as integers in their order, NaN beyond the infinities; and back again."""
+    ordered: Array = bits ^ ((bits >> 15) & np.int16(0x7FFF))
+    return ordered
 
 
 def _within(index: Interval, size: int) -> Interval:
@@ -219,13 +234,14 @@ def _box(array: Array, box: list[Interval]) -> Interval:
     used = [a for one in axes for a in one]
     if any(len(one) > 1 for one in axes) or len(set(used)) < len(used):
         # Indices that share a grid axis, or depend on two: bounds of the whole array are right, if loose.
+        array = _comparable(array)
         return np.full(grid, array.min()), np.full(grid, array.max())
     # Only what the boxes touch is looked at: a plan asks for a band of a dense mask at a time.
     low = high = array[tuple(slice(int(first.min()), int(last.max()) + 1) for first, last in box)]
     for axis, (first, last) in enumerate(box):
         first, last = first - first.min(), last - first.min()
-        low = _reduce(low, axis, first.ravel(), last.ravel(), np.minimum)
-        high = _reduce(high, axis, first.ravel(), last.ravel(), np.maximum)
+        low, high = _reduce(low, high, axis, first.ravel(), last.ravel())
+    low, high = _comparable(low), _comparable(high)  # as they are yet if no axis had ranges
     # From the array's own axis order to the grid's.
     order = sorted(range(array.ndim), key=lambda i: axes[i][0] if axes[i] else -99)
     shape = [1] * len(grid)
@@ -235,12 +251,22 @@ def _box(array: Array, box: list[Interval]) -> Interval:
     return low.transpose(order).reshape(shape), high.transpose(order).reshape(shape)
 
 
-def _reduce(array: Array, axis: int, first: Array, last: Array, function: np.ufunc) -> Array:
-    array = np.moveaxis(array, axis, 0)
-    if len(first) == len(array) and np.array_equal(first, last):  # one of each, as heads are: nothing to reduce
-        return np.moveaxis(array[first], 0, axis) if np.any(np.diff(first) != 1) else np.moveaxis(array, 0, axis)
-    parts = [function.reduce(array[a : b + 1], axis=0) for a, b in zip(first, last, strict=True)]
-    return np.moveaxis(np.stack(parts), 0, axis)
+def _reduce(low: Array, high: Array, axis: int, first: Array, last: Array) -> Interval:
+    """Minima of low and maxima of high over ranges of an axis, as _comparable numbers.
+
+    A range at a time: the maxima find it in a cache, and no copy of half precision is larger.
+    """
+    if len(first) == low.shape[axis] and np.array_equal(first, last):  # one of each, as heads are: nothing to reduce
+        in_order = not np.any(np.diff(first) != 1)
+        return (low, high) if in_order else (low.take(first, axis), high.take(first, axis))
+    lows, highs = [], []
+    for a, b in zip(first, last, strict=True):
+        span = (*[slice(None)] * axis, slice(a, b + 1))
+        below = _comparable(low[span])
+        above = below if low is high else _comparable(high[span])
+        lows.append(np.minimum.reduce(below, axis))
+        highs.append(np.maximum.reduce(above, axis))
+    return np.stack(lows, axis), np.stack(highs, axis)
 
 
 INTERVAL_OPS: OpTable = {

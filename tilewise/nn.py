@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tilewise.api import attention, decode
 from tilewise.cache import Cache, KVCache
-from tilewise.projection import fused_qkv_projection
+from tilewise.projection import check_heads, fused_qkv_projection
 from tilewise.rope import Rope
 
 
@@ -44,7 +44,8 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self.heads, self.heads_k = heads, heads if heads_k is None else heads_k
-        self.head_dim = _head_dim(features, heads, self.heads_k) if head_dim is None else head_dim
+        check_heads(heads, self.heads_k)
+        self.head_dim = _head_dim(features, heads) if head_dim is None else head_dim
         self.rope, self.kernel = rope, kernel
         self.options = {"causal": causal, "mask": mask, "score": score, "scale": scale}
         columns = (heads + 2 * self.heads_k) * self.head_dim
@@ -61,6 +62,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         unknown = options.keys() - self.options.keys()
         if unknown:
             raise TypeError(f"{sorted(unknown)[0]}: expected one of {', '.join(('rope', *self.options))}")
+        _check(x, self.qkv.weight)
         rope = self.rope if rope is None else rope
         if cache is not None and rope is not None and rope.positions is None:
             rope = _behind(rope, cache, x.shape[1])
@@ -89,12 +91,30 @@ def _behind(rope: Rope, cache: Cache, n: int) -> Rope:
     return replace(rope, positions=lengths[:, None] + torch.arange(n, device=lengths.device))
 
 
-def _head_dim(features: int, heads: int, heads_k: int) -> int:
-    for name, count in (("heads", heads), ("heads_k", heads_k)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name}: expected a positive whole number, got {count!r}")
+def _head_dim(features: int, heads: int) -> int:
     if features % heads:
         raise ValueError(
             f"heads: expected a number that divides features, which is {features}, got {heads}; or head_dim"
         )
     return features // heads
+
+
+def _check(x: Any, weight: Tensor) -> None:
+    """Whether x can be projected: said here, where it is x that the caller knows, and not the weights."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a PyTorch tensor, got {type(x).__name__}; pass torch.as_tensor(x)")
+    if x.dim() != 3 or x.shape[2] != weight.shape[1]:
+        raise ValueError(
+            f"x: expected (batch, n, {weight.shape[1]}), the features that the module was made for, "
+            f"got shape {tuple(x.shape)}"
+        )
+    if x.device != weight.device:
+        raise ValueError(
+            f"x: expected a tensor on {weight.device} as the module is, got one on {x.device}; move one of them: "
+            f"x.to({str(weight.device)!r}) or module.to({str(x.device)!r})"
+        )
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(
+            f"x: expected {weight.dtype} as the module's weights are, got {x.dtype}; convert x with "
+            f"x.to({weight.dtype}) or the module with module.to({x.dtype}), or call it under torch.autocast"
+        )

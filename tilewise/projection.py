@@ -35,15 +35,15 @@ def fused_qkv_projection(
     w_qkv and b_qkv.
     """
     heads_k = heads if heads_k is None else heads_k
+    if arrays.is_torch(x):
+        from tilewise.pytorch.front import autocast
+
+        x, w_qkv, b_qkv = autocast(x, w_qkv, b_qkv)
     d = _head_dim(x, w_qkv, b_qkv, heads, heads_k, d)
     if rope is not None:
         check(rope, x.shape[0], {"positions": x.shape[1]}, d)
         if rope.positions_k is not None:
             raise ValueError("rope: positions_k were given, and queries and keys of one x stand at the same places")
-    if arrays.is_torch(x):
-        from tilewise.pytorch.front import autocast
-
-        x, w_qkv, b_qkv = autocast(x, w_qkv, b_qkv)
     turn = None if rope is None else rotation_of(rope, x.shape[1], d, like=x)
     if _chosen(kernel, x) == "triton":
         from tilewise.pytorch.projection import project
@@ -61,13 +61,20 @@ def _split(y: Any, heads: int, heads_k: int) -> tuple[Any, Any, Any]:
     return y[:, :heads], y[:, heads : heads + heads_k], y[:, heads + heads_k :]
 
 
-def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
-    """Check sizes and types; the head dimension they tell."""
+def check_heads(heads: Any, heads_k: Any) -> None:
     for name, count in (("heads", heads), ("heads_k", heads_k)):
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"{name}: expected a positive whole number, got {count!r}")
     if heads % heads_k:
-        raise ValueError(f"heads_k: expected a number that divides heads, which is {heads}, got {heads_k}")
+        raise ValueError(
+            f"heads_k: expected a number that divides heads, which is {heads}, got {heads_k}; each key head serves "
+            "as many query heads as every other"
+        )
+
+
+def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
+    """Check sizes and types; the head dimension they tell."""
+    check_heads(heads, heads_k)
     given = {"x": (x, "(batch, n, features)", 3), "w_qkv": (w, "(features, columns)", 2), "b_qkv": (b, "(columns,)", 1)}
     for name, (array, layout, rank) in given.items():
         if array is None and name == "b_qkv":
@@ -77,16 +84,14 @@ def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
             raise TypeError(f"{name}: expected an array of {', '.join(arrays.FLOAT_DTYPES)}, got {found}")
         if len(array.shape) != rank:
             raise ValueError(f"{name}: expected {layout}, got shape {tuple(array.shape)}")
-        kind, wanted = (
-            (arrays.dtype_name(array), arrays.device_name(array)),
-            (arrays.dtype_name(x), arrays.device_name(x)),
-        )
-        if arrays.is_torch(array) != arrays.is_torch(x) or kind != wanted:
-            raise TypeError(
-                f"{name}: expected {wanted[0]} on {wanted[1]} in the library of x, got {kind[0]} on {kind[1]}"
-            )
+        found, wanted = _said(array), _said(x)
+        if found != wanted:
+            raise TypeError(f"{name}: expected {wanted} as x is, got {found}; convert one of the two")
     if w.shape[0] != x.shape[2]:
-        raise ValueError(f"w_qkv: expected {x.shape[2]} rows, as x has features, got {w.shape[0]}; pass weight.T?")
+        raise ValueError(
+            f"w_qkv: expected (features, columns) with x's {x.shape[2]} features, got shape {tuple(w.shape)}; "
+            "of a torch.nn.Linear pass weight.T"
+        )
     every = heads + 2 * heads_k
     d = w.shape[1] // every if d is None else d
     if w.shape[1] != every * d or not 1 <= d <= MAX_HEAD_DIM:
@@ -97,6 +102,11 @@ def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
     if b is not None and b.shape[0] != w.shape[1]:
         raise ValueError(f"b_qkv: expected {w.shape[1]} numbers, as w_qkv has columns, got {b.shape[0]}")
     return int(d)
+
+
+def _said(array: Any) -> str:
+    library = "a PyTorch tensor" if arrays.is_torch(array) else "a NumPy array"
+    return f"{library} of {arrays.dtype_name(array)} on {arrays.device_name(array)}"
 
 
 def _chosen(kernel: Any, x: Any) -> str:

@@ -68,7 +68,8 @@ def _is_plain(query: Any, key: Any, value: Any) -> bool:
 def _check(query: Any, key: Any, value: Any, enable_gqa: bool) -> None:
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not arrays.is_array(x):
-            raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}")
+            advice = arrays.list_advice(x)
+            raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}{advice}")
         if len(x.shape) < (3 if enable_gqa else 2):
             expected = "(..., heads, n, d), as enable_gqa needs" if enable_gqa else "(..., n, d)"
             raise ValueError(f"{name}: expected {expected}, got shape {tuple(x.shape)}")
@@ -97,7 +98,9 @@ def _leading(query: Any, key: Any, value: Any, enable_gqa: bool) -> tuple[tuple[
         return batch, heads[0]
     for name, n in (("key", sizes[1]), ("value", sizes[2])):
         if n == 0 or sizes[0] % n:
-            raise ValueError(f"{name}: its heads must divide query's {sizes[0]} (enable_gqa), got {n}")
+            raise ValueError(
+                f"{name}: its heads must divide query's {sizes[0]} (enable_gqa), got {n}; heads come third from last"
+            )
     return batch, sizes[0]
 
 

@@ -23,7 +23,12 @@ from tilewise.spec import Attention, Lengths, Shape
 from tilewise.walking import nodes, variables
 
 MAX_HEAD_DIM = 512
+LOADED = "a loaded array (mask, bias, table ...)"
 PACKED = 0
+_COUNTED = {
+    "B": "sequences (the batch)", "H": "heads, as q has", "HK": "heads, as k has", "Q": "queries", "K": "keys",
+    "QP": "packed queries", "KP": "packed keys",
+}  # fmt: skip
 _LAYOUTS = {2: "(n, d)", 3: "(batch, n, d)", 4: "(batch, heads, n, d)"}
 
 
@@ -134,21 +139,26 @@ def _check_arrays(q: Any, k: Any, v: Any) -> None:
     first: tuple[bool, str, str] | None = None
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not arrays.is_array(x):
-            raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}")
+            advice = arrays.list_advice(x)
+            raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}{advice}")
         tensor, dtype, device = found = arrays.is_torch(x), arrays.dtype_name(x), arrays.device_name(x)
         first = first or found
         if tensor != first[0]:
-            raise TypeError(f"{name}: expected {_library(q)} as q is, got {_library(x)}")
+            advice = f"{'torch.as_tensor' if first[0] else 'np.asarray'}({name})"
+            raise TypeError(f"{name}: expected {_library(q)} as q is, got {_library(x)}; convert it: {advice}")
         if dtype not in arrays.FLOAT_DTYPES:
             raise TypeError(f"{name}: expected {', '.join(arrays.FLOAT_DTYPES)}, got {dtype}")
         if dtype != first[1]:
-            raise TypeError(f"{name}: expected {first[1]} as q is, got {dtype}")
+            advice = f"{name}.to(q.dtype)" if tensor else f"{name}.astype(q.dtype)"
+            raise TypeError(f"{name}: expected {first[1]} as q is, got {dtype}; convert it: {advice}")
         if tensor and str(x.layout) != "torch.strided":
             raise TypeError(
                 f"{name}: expected a dense tensor, got one of layout {x.layout}; convert it with .to_dense()"
             )
         if device != first[2]:
-            raise ValueError(f"{name}: expected device {first[2]} as q is on, got {device}")
+            raise ValueError(
+                f"{name}: expected device {first[2]} as q is on, got {device}; move it: {name}.to(q.device)"
+            )
 
 
 def _library(x: Any) -> str:
@@ -167,15 +177,30 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
         if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: expected a head dimension (the last) of 1 to {MAX_HEAD_DIM}, got {x.shape[3]}")
         if x.shape[0] != q.shape[0]:
-            raise ValueError(f"{name}: expected a batch of {q.shape[0]} as q has, got {x.shape[0]}")
+            advice = _to_share(name, q, x)
+            raise ValueError(f"{name}: expected a batch of {q.shape[0]} as q has, got {x.shape[0]}{advice}")
     if k.shape[3] != q.shape[3]:
-        raise ValueError(f"k: expected a head dimension (the last) of {q.shape[3]} as q has, got {k.shape[3]}")
+        raise ValueError(
+            f"k: expected a head dimension (the last) of {q.shape[3]} as q has, got {k.shape[3]}; only v's may differ"
+        )
     if v.shape[2] != k.shape[2]:
         raise ValueError(f"v: expected {k.shape[2]} keys as k has, got {v.shape[2]}")
     if v.shape[1] != k.shape[1]:
         raise ValueError(f"v: expected {k.shape[1]} heads as k has, got {v.shape[1]}")
     if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"k: its heads must divide q's {q.shape[1]} heads (grouped queries), got {k.shape[1]}")
+        raise ValueError(
+            f"k: its heads must divide q's {q.shape[1]} heads (grouped queries), got {k.shape[1]}; arrays are "
+            "(batch, heads, n, d), packed ones (total, heads, d): swap axes if yours are others"
+        )
+
+
+def _to_share(name: str, q: Any, x: Any) -> str:
+    """What to do with keys or values whose batch is not q's: one for all is shared without a copy."""
+    if x.shape[0] != 1:
+        return ""
+    if arrays.is_torch(x):
+        return f"; to share it: {name}.expand({q.shape[0]}, *{name}.shape[1:])"
+    return f"; to share it: np.broadcast_to({name}, ({q.shape[0]}, *{name}.shape[1:]))"
 
 
 def _scale(scale: Any, q: Any) -> float:
@@ -213,6 +238,7 @@ def _spec(
         mask_expr = mask_expression(mask)
     elif mask is not None:
         aligned = _aligned_mask(mask, rank, (*q.shape[:3], k.shape[2]))
+        _check_device(mask, q, "mask")
         if arrays.value_kind(mask) == "bool":
             mask_expr = variants.dense(aligned)
         else:
@@ -264,7 +290,7 @@ def _aligned_mask(mask: Any, rank: int, scores: tuple[int, ...]) -> Any:
         raise TypeError("mask: packed sequences take an expression; read an array with tw.load(array, tw.QP, ...)")
     if not arrays.is_array(mask):
         advice = _function_advice(mask, "tw.from_mask_mod(fn)")
-        advice = "; parse text with tw.parse(text)" if isinstance(mask, str) else advice
+        advice = "; parse text with tw.parse(text)" if isinstance(mask, str) else advice + arrays.list_advice(mask)
         raise TypeError(f"mask: expected an expression or an array of bool or float, got {type(mask).__name__}{advice}")
     if arrays.kind_of(mask) not in ("bool", "float"):
         raise TypeError(
@@ -285,7 +311,8 @@ def _sinks(sinks: Any, q: Any) -> Any:
     if sinks is None:
         return None
     if not arrays.is_array(sinks) or arrays.kind_of(sinks) != "float":
-        found = arrays.dtype_name(sinks) if arrays.is_array(sinks) else type(sinks).__name__
+        given = arrays.is_array(sinks)
+        found = arrays.dtype_name(sinks) if given else f"{type(sinks).__name__}{arrays.list_advice(sinks)}"
         raise TypeError(f"sinks: expected an array of floats, one a query head, got {found}")
     if tuple(sinks.shape) != (q.shape[1],):
         raise ValueError(f"sinks: expected shape ({q.shape[1]},), one a query head, got {tuple(sinks.shape)}")
@@ -326,17 +353,17 @@ def _cumulative(name: str, lengths: Any, rows: int, what: str) -> np.ndarray[Any
 def _on_one_device(call: Call) -> Call:
     for slot in call.spec.loaded:
         if not slot.constant:
-            _check_device(slot.array, call.q)
-    for array in () if call.spec.rope is None else call.spec.rope.arrays.values():
-        _check_device(array, call.q)
+            _check_device(slot.array, call.q, slot.label or LOADED)
+    for name, array in {} if call.spec.rope is None else call.spec.rope.arrays.items():
+        _check_device(array, call.q, f"rope: {name}")
     return call
 
 
-def _check_device(array: Any, q: Any) -> None:
+def _check_device(array: Any, q: Any, label: str = LOADED) -> None:
     if arrays.device_name(array) != arrays.device_name(q):
         raise ValueError(
-            f"a loaded array (mask, bias, positions ...) is on {arrays.device_name(array)} and q on "
-            f"{arrays.device_name(q)}; move it there yourself: nothing is copied between devices silently"
+            f"{label} must be on {arrays.device_name(q)}, as q is, got {arrays.device_name(array)}; "
+            "move it there yourself: nothing is copied between devices silently"
         )
 
 
@@ -361,20 +388,30 @@ def check_variant(spec: Attention, shape: Shape) -> None:
 
 def _check_load(node: Expr, sizes: dict[str, int], packed: bool) -> None:
     """An index that is a plain variable must fit the array exactly; packed sequences may be shorter than a table."""
-    found = tuple(node.payload.array.shape)
+    slot, found = node.payload, tuple(node.payload.array.shape)
     for axis, index in enumerate(node.args):
         want = sizes.get(index.payload) if index.op == "var" else None
         if want is None or found[axis] == want:
             continue
         if packed and index.payload in ("Q", "K") and found[axis] == sizes[f"{index.payload}P"]:
             raise ValueError(
-                f"a loaded array (ids, bias ...) has a row for each packed row and is read as {node!r}, by position "
+                f"{slot.label or LOADED} has a row for each packed row and is read as {node!r}, by position "
                 f"in its sequence; read it with tw.load(array, tw.{index.payload}P), e.g. "
                 "mask=tw.load(ids, tw.QP) == tw.load(ids, tw.KP)"
             )
         if not (packed and index.payload in ("Q", "K") and found[axis] > want):
-            told = ", ".join(f"{name} {size}" for name, size in sizes.items())
-            raise ValueError(
-                f"a loaded array (mask, bias, table ...) is read as {node!r} and has shape {found}: "
-                f"expected {want} along axis {axis}, got {found[axis]} (sizes: {told})"
-            )
+            raise ValueError(_misfit(node, axis, want, sizes))
+
+
+def _misfit(node: Expr, axis: int, want: int, sizes: dict[str, int]) -> str:
+    """What is wrong with an array that is read by a variable: in a variant's words, or those of load(...)."""
+    slot, found = node.payload, tuple(node.payload.array.shape)
+    if slot.label:
+        advice = f"; pass {slot.label.partition(':')[0]}({want})" if slot.constant else ""
+        counted = f"{want} {_COUNTED[node.args[axis].payload]}"
+        return f"{slot.label} must be for {counted}, got {found[axis]} (axis {axis} of shape {found}){advice}"
+    told = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    return (
+        f"{LOADED} is read as {node!r} and has shape {found}: "
+        f"expected {want} along axis {axis}, got {found[axis]} (sizes: {told})"
+    )

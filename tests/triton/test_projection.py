@@ -230,12 +230,12 @@ def call(x: Any = X, w: Any = W, b: Any = B, heads: Any = 4, heads_k: Any = 2, *
 
 MISTAKES: dict[str, Refused] = {
     "x's rank": (call(X[0]), ValueError, r"x: expected \(batch, n, features\), got shape \(3, 8\)"),
-    "w the other way round": (call(w=W.T), ValueError, "w_qkv: expected 8 rows.*weight.T"),
+    "w the other way round": (call(w=W.T), ValueError, "w_qkv: expected .* x's 8 features, got shape .*weight.T"),
     "columns": (call(heads=6), ValueError, r"w_qkv: expected .* 10 \* d with d .* got 32 and d 3"),
     "d": (call(d=5), ValueError, "got 32 and d 5"),
     "bias": (call(b=B[:5]), ValueError, "b_qkv: expected 32 numbers, as w_qkv has columns, got 5"),
-    "types": (call(w=W.double()), TypeError, "w_qkv: expected float32 on cpu in the library of x, got float64"),
-    "libraries": (call(w=W.numpy()), TypeError, "w_qkv: expected float32 on cpu in the library of x"),
+    "types": (call(w=W.double()), TypeError, "w_qkv: expected .* of float32 on cpu as x is, got .* of float64"),
+    "libraries": (call(w=W.numpy()), TypeError, "w_qkv: expected a PyTorch tensor .* as x is, got a NumPy array"),
     "whole numbers": (call(X.int()), TypeError, "x: expected an array of float16"),
     "heads": (call(heads=0), ValueError, "heads: expected a positive whole number, got 0"),
     "groups": (call(heads=4, heads_k=3), ValueError, "a number that divides heads, which is 4, got 3"),

@@ -254,6 +254,17 @@ def _write(text: str) -> Path:
     return path
 
 
+def test_without_a_gpu_nothing_is_advised_that_would_not_help(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr("tilewise.kernels.triton.modules.is_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["tune"]) == 2
+    told = capsys.readouterr().err
+    assert "tune needs a GPU that Triton serves: PyTorch finds no GPU, or was built without CUDA" in told
+    assert "TRITON_INTERPRET" not in told
+
+
 def test_the_fastest_choice_is_kept(machine: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     pytest.importorskip("triton")
     pytest.importorskip("torch")

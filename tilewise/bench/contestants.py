@@ -37,6 +37,7 @@ def installed(kernel: str | None = None) -> tuple[list[Contestant], dict[str, st
     """Everyone who can take part here, ours first; and who cannot, with the reason. kernel: only that one of ours."""
     from tilewise.bench import peers
 
+    present, absent = peers.installed()  # which imports PyTorch, if there is one: it is asked for GPUs
     missing: dict[str, str] = {}
     found = []
     for name in dispatch.NAMES if kernel is None else (kernel,):
@@ -45,7 +46,6 @@ def installed(kernel: str | None = None) -> tuple[list[Contestant], dict[str, st
             found.append(_ours(name))
         else:
             missing[OURS + name] = reason
-    present, absent = peers.installed()
     return found + present, {**missing, **absent}
 
 

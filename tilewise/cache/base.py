@@ -110,10 +110,11 @@ class Cache:
         after = self._lengths.host + counts
         if np.any(after > self.capacity):
             b = int(np.argmax(after > self.capacity))
+            there = self._lengths.host[b]
+            advice = f", or end the sequence with cache.release({b})" if there else ", or append fewer keys"
             raise ValueError(
-                f"append: sequence {b} has {self._lengths.host[b]} keys, and {counts[b]} more are beyond the cache's "
-                f"capacity of {self.capacity} a sequence; make a larger cache, or end the sequence with "
-                f"cache.release({b})"
+                f"append: sequence {b} has {there} keys, and {counts[b]} more are beyond the cache's "
+                f"capacity of {self.capacity} a sequence; make a larger cache{advice}"
             )
 
     def _write(self, k: Any, v: Any, counts: Array) -> None:

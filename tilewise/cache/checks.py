@@ -31,7 +31,8 @@ def check_like(name: str, x: Any, stored: Any) -> None:
 def named(k: Any, v: Any) -> Sequence[tuple[str, Any]]:
     for name, x in (("k", k), ("v", v)):
         if not arrays.is_array(x):
-            raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}")
+            advice = arrays.list_advice(x)
+            raise TypeError(f"{name}: expected a NumPy array or a PyTorch tensor, got {type(x).__name__}{advice}")
     return ("k", k), ("v", v)
 
 

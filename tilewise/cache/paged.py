@@ -81,9 +81,10 @@ class PagedKVCache(Cache):
         needed = -(-(self._lengths.host + counts) // self.page_size)
         rows = np.repeat(np.arange(self.batch), needed - [len(pages) for pages in self._pages])
         if len(rows) > len(self._free):
+            advice = ", or end sequences with cache.release(...)" if len(self._free) < len(self.k) else ""
             raise ValueError(
                 f"append: {len(rows)} more pages of {self.page_size} keys are needed, and {len(self._free)} of "
-                f"{len(self.k)} are free; end sequences with cache.release(...), or make a cache of more pages"
+                f"{len(self.k)} are free; make a cache of more pages{advice}"
             )
         columns, taken = np.zeros_like(rows), np.zeros(len(rows), np.int32)
         for i, b in enumerate(rows):

@@ -42,10 +42,12 @@ def seconds(option: str, text: str) -> float:
 
 
 def check_kernel(name: str) -> None:
-    try:
-        reason = dispatch.kernel(name).unavailable()
-    except ValueError:
-        raise UserError(f"--kernel: there is no {name!r}; expected one of {', '.join(dispatch.NAMES)}") from None
+    if name not in dispatch.NAMED:
+        raise UserError(f"--kernel: expected one of {', '.join(dispatch.NAMED)}, got {name!r}")
+    from tilewise.bench.machine import import_torch
+
+    import_torch()  # which is asked for GPUs
+    reason = dispatch.kernel(name).unavailable()
     if reason is not None:
         raise UserError(f"--kernel: {name!r} cannot run here: {reason}")
 

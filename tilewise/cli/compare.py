@@ -56,24 +56,30 @@ class Row:
 
 def on_cpu(names: list[str]) -> list[Row]:
     """The first of these kernel systems that works in main memory, beside standard attention in NumPy."""
-    name = next((n for n in names if dispatch.kernel(n).unsupported(*_problem(1, None)) is None), names[0])
+    name = next((n for n in names if unsupported(n) is None), names[0])
     rows: list[Row] = []
     for n in LENGTHS:
         progress(f"standard against tiled attention: n = {n}")
         q, k, v = _inputs(n)
-        reason = _too_large(4 * n * n, available_memory()) or _too_slow(n, [(r.n, r.standard) for r in rows])
+        reason = _too_large(4 * n * n, available_memory()) or _too_slow(n * n, [(r.n, r.standard) for r in rows])
         standard = reason or _measure(partial(lab.standard_attention, q, k, v))
-        reason = _too_slow(n, [(r.n, r.tiled) for r in rows])
+        reason = _too_slow(n * n, [(r.n, r.tiled) for r in rows])
         tiled = reason or _measure(partial(tw.attention, q, k, v, kernel=name))
         rows.append(_row(n, f"{n}", None, name, standard, tiled))
     progress(f"a window, at n = {BEYOND}")
     q, k, v = _inputs(BEYOND)
     mask = tw.window(WINDOW)
-    tiled = _measure(partial(tw.attention, q, k, v, mask=mask, kernel=name))
+    reason = _too_slow(BEYOND * (2 * WINDOW + 1), [(r.n, r.tiled) for r in rows])
+    tiled = reason or _measure(partial(tw.attention, q, k, v, mask=mask, kernel=name))
     standard = f"not run: it would store {size(4 * BEYOND * BEYOND)} for the {2 * WINDOW + 1} keys that count in a row"
     rows.append(_row(BEYOND, f"{BEYOND}, window({WINDOW})", mask, name, standard, tiled))
     progress()
     return rows
+
+
+def unsupported(name: str) -> str | None:
+    """Why a kernel system cannot compute on arrays as these, or None."""
+    return dispatch.kernel(name).unsupported(*_problem(1, None))
 
 
 def _inputs(n: int) -> list[Array]:
@@ -87,14 +93,14 @@ def _row(n: int, label: str, mask: Expr | None, name: str, standard: Measured | 
     return Row(n, label, standard, tiled, plan.bytes_matrix, plan.bytes_on_chip)
 
 
-def _too_slow(n: int, before: list[tuple[int, Measured | str]]) -> str:
-    """Why a length is not tried, judging by the one before it: on a busy machine the demo must end all the same."""
-    if not before:
+def _too_slow(scores: int, before: list[tuple[int, Measured | str]]) -> str:
+    """Why so many scores are not tried, judging by the last length that ran: on a busy machine, and with a simulator,
+    the demo must end all the same."""
+    ran = [(n, result.seconds) for n, result in before if isinstance(result, Measured)]
+    if not ran:
         return ""
-    last_n, last = before[-1]
-    if isinstance(last, str):
-        return last
-    expected = last.seconds * (n / last_n) ** 2
+    last_n, seconds = ran[-1]
+    expected = seconds * scores / last_n**2
     return "" if expected <= PATIENCE else f"not run: judging by n = {last_n} it would take about {expected:.0f} s"
 
 

@@ -15,6 +15,7 @@ import tilewise as tw
 from tilewise import dispatch
 from tilewise.cases import Case
 from tilewise.cli import UserError, compare, trace
+from tilewise.cli.bench_options import check_kernel
 from tilewise.cli.compare import Measured
 from tilewise.cli.terminal import log_bars, progress, table
 from tilewise.contract import ContractError, check_forward
@@ -34,7 +35,7 @@ def add_parser(commands: Any) -> None:
         description="Checks every kernel system against a float64 reference, then compares time and memory of standard "
         "attention (which stores the n x n matrix) with tiled attention over growing sequences. Under a minute.",
     )
-    parser.add_argument("--kernel", metavar="NAME", help=f"show one kernel system: {', '.join(dispatch.NAMES)}")
+    parser.add_argument("--kernel", metavar="NAME", help=f"show one kernel system: {', '.join(dispatch.NAMED)}")
     parser.add_argument(
         "--trace", action="store_true", help="print the tile steps of a small case in the NumPy kernel instead"
     )
@@ -64,11 +65,10 @@ def _systems(wanted: str | None) -> list[str]:
     """The kernel systems to show: those that run here, or the one named."""
     if wanted is None:
         return [name for name in dispatch.NAMES if dispatch.kernel(name).unavailable() is None]
-    if wanted not in dispatch.NAMES:
-        raise UserError(f"--kernel: expected one of {', '.join(dispatch.NAMES)}, got {wanted!r}")
-    reason = dispatch.kernel(wanted).unavailable()
+    check_kernel(wanted)
+    reason = compare.unsupported(wanted)
     if reason is not None:
-        raise UserError(f"--kernel {wanted}: {reason}")
+        raise UserError(f"--kernel: the demo's arrays are not for {wanted!r}: {reason}")
     return [wanted]
 
 

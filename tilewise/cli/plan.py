@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 from tilewise import schedule
 from tilewise.arrays import FLOAT_DTYPES
 from tilewise.cli import UserError
 from tilewise.explanation import describe, describe_plan, tile_map
-from tilewise.expr import Expr
 from tilewise.schedule import Kind, Plan
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.text import ExpressionError, parse
@@ -55,11 +55,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     shape, tile = _shape(args), _tile(args.block)
-    spec = Attention(shape.d**-0.5, _expression("--mask", args.mask), _expression("--score", args.score))
-    try:
-        check_variant(spec, shape)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    spec = _with(Attention(shape.d**-0.5), shape, "--mask", args.mask)
+    spec = _with(spec, shape, "--score", args.score)
     plan = schedule.plan(spec, shape, tile)
     if plan.grid[0] * plan.grid[1] > MAX_TILES:
         raise UserError(f"--block: {tile.q} x {tile.k} makes {plan.grid[0]} x {plan.grid[1]} tiles; take larger ones")
@@ -72,14 +69,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _expression(option: str, text: str | None) -> Expr | None:
+def _with(spec: Attention, shape: Shape, option: str, text: str | None) -> Attention:
+    """The attention with a mask or a score, whose arrays fit the shape."""
     if text is None:
-        return None
+        return spec
     try:
         expr = parse(text)
-        return mask_expression(expr) if option == "--mask" else score_expression(expr)
+        one = {"mask": mask_expression(expr)} if option == "--mask" else {"score": score_expression(expr)}
+        spec = replace(spec, **one)
+        check_variant(spec, shape)
     except (ExpressionError, TypeError, ValueError) as error:
         raise UserError(f"{option}: {error}") from error
+    return spec
 
 
 def _shape(args: argparse.Namespace) -> Shape:

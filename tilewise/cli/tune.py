@@ -6,7 +6,6 @@ import argparse
 import math
 from typing import Any
 
-from tilewise import dispatch
 from tilewise.bench.machine import import_torch
 from tilewise.cli import UserError
 from tilewise.cli.bench_options import names, several, whole
@@ -47,12 +46,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_gpu() -> None:
     import_torch()
-    kernel = dispatch.kernel("triton")
-    reason = kernel.unavailable()
-    if reason is None:
-        from tilewise.kernels.triton.modules import is_interpreted
+    from tilewise.kernels.triton import no_gpu, not_installed
+    from tilewise.kernels.triton.modules import is_interpreted
 
-        reason = "TRITON_INTERPRET is set, and an interpreter has no speed to tune" if is_interpreted() else None
+    interpreted = "TRITON_INTERPRET is set, and an interpreter has no speed to tune" if is_interpreted() else None
+    reason = not_installed() or interpreted or no_gpu()
     if reason is not None:
         raise UserError(f"tune needs a GPU that Triton serves: {reason}")
 

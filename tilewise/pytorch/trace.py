@@ -35,7 +35,7 @@ def _take_apart(name: str, value: Any, arrays: list[Any]) -> Any:
     if not isinstance(value, Expr):
         return _tensor(value)
     return tuple(
-        (op, args, kind, place_of(payload.array, arrays) if op == "load" else payload)
+        (op, args, kind, (place_of(payload.array, arrays), payload.label) if op == "load" else payload)
         for op, args, kind, payload in records(value)
     )
 
@@ -64,7 +64,10 @@ def _put_together(value: Any, arrays: list[Any]) -> Any:
 
 
 def _payload(op: str, payload: Any, arrays: list[Any]) -> Any:
-    return Loaded(arrays[payload]) if op == "load" else _settled(payload)
+    if op != "load":
+        return _settled(payload)
+    place, label = payload
+    return Loaded(arrays[place], label=label)
 
 
 def _settled(value: Any) -> Any:

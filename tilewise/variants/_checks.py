@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from tilewise import arrays
-from tilewise.expr import NK, NQ, Expr, Q
+from tilewise.expr import NK, NQ, Expr, Loaded, Q, load_slot
 
 # A query's position among the keys: the last query stands at the last key, whatever the lengths.
 P: Expr = Q + (NK - NQ)
@@ -32,13 +32,19 @@ def array(variant: str, name: str, value: Any, kind: str, ranks: range) -> Any:
     """An array of this kind ('bool', 'int', 'float') and one of these numbers of dimensions."""
     value = arrays.from_foreign(f"{variant}: {name}", value)
     if not arrays.is_array(value):
-        raise TypeError(f"{variant}: {name} must be a NumPy array or a PyTorch tensor, got {type(value).__name__}")
+        found = f"{type(value).__name__}{arrays.list_advice(value)}"
+        raise TypeError(f"{variant}: {name} must be a NumPy array or a PyTorch tensor, got {found}")
     if arrays.value_kind(value) != kind:
         raise TypeError(f"{variant}: {name} must be of type {kind}, got {arrays.dtype_name(value)}")
     if len(value.shape) not in ranks:
         expected = " or ".join(map(str, ranks))
         raise ValueError(f"{variant}: {name} must have {expected} dimensions, got shape {tuple(value.shape)}")
     return value
+
+
+def read(variant: str, name: str, array: Any, *index: Any, grad: bool = False, constant: bool = False) -> Expr:
+    """load(array, ...), which errors call by the name that the variant's argument has."""
+    return load_slot(Loaded(array, grad, constant, f"{variant}: {name}"), *index)
 
 
 def constant_table(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.expr import Expr, H, K, Loaded, S, load, load_slot
-from tilewise.variants._checks import P, array, constant_table, whole
+from tilewise.expr import Expr, H, K, S
+from tilewise.variants._checks import P, array, constant_table, read, whole
 
 MAX_HEADS = 65536
 
@@ -23,9 +23,10 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
     ░ ░ ▒ ▓ █ █
     """
     if isinstance(slopes, Integral):
-        slope = load_slot(Loaded(published_slopes(whole("alibi", "the number of heads", slopes, 1)), constant=True), H)
+        heads = whole("alibi", "the number of heads", slopes, 1)
+        slope = read("alibi", "slopes", published_slopes(heads), H, constant=True)
     else:
-        slope = load(array("alibi", "slopes", slopes, "float", range(1, 2)), H, grad=grad)
+        slope = read("alibi", "slopes", array("alibi", "slopes", slopes, "float", range(1, 2)), H, grad=grad)
     return S - slope * abs(P - K)
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tilewise.expr import B, Expr, H, K, Q, S, load
-from tilewise.variants._checks import array
+from tilewise.expr import B, Expr, H, K, Q, S
+from tilewise.variants._checks import array, read
 
 
 def bias(values: Any, grad: bool = False) -> Expr:
@@ -14,7 +14,7 @@ def bias(values: Any, grad: bool = False) -> Expr:
     ▒ ▓ █ ░ ▒ ▓
     """
     values = array("bias", "values", values, "float", range(1, 5))
-    return S + load(values, *broadcast_index(values, (B, H, Q, K)), grad=grad)
+    return S + read("bias", "values", values, *broadcast_index(values, (B, H, Q, K)), grad=grad)
 
 
 def broadcast_index(values: Any, variables: tuple[Expr, ...]) -> list[Expr | int]:

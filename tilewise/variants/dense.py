@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tilewise.expr import B, Expr, H, K, Q, load
-from tilewise.variants._checks import array
+from tilewise.expr import B, Expr, H, K, Q
+from tilewise.variants._checks import array, read
 from tilewise.variants.bias import broadcast_index
 
 
@@ -15,4 +15,4 @@ def dense(mask: Any) -> Expr:
     · ■ · ■ ■ ·
     """
     mask = array("dense", "mask", mask, "bool", range(1, 5))
-    return load(mask, *broadcast_index(mask, (B, H, Q, K)))
+    return read("dense", "mask", mask, *broadcast_index(mask, (B, H, Q, K)))

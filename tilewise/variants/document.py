@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tilewise.expr import B, Expr, K, Q, load
-from tilewise.variants._checks import array
+from tilewise.expr import B, Expr, K, Q
+from tilewise.variants._checks import array, read
 
 
 def document(ids: Any, k_ids: Any = None) -> Expr:
@@ -18,6 +18,7 @@ def document(ids: Any, k_ids: Any = None) -> Expr:
     · · · · · ■
     """
     q_ids = array("document", "ids", ids, "int", range(1, 3))
+    named_k = "k_ids" if k_ids is not None else "ids (those of the keys too, unless k_ids are given)"
     k_ids = q_ids if k_ids is None else array("document", "k_ids", k_ids, "int", range(1, 3))
     batch_q, batch_k = ([B] if len(x.shape) == 2 else [] for x in (q_ids, k_ids))
-    return load(q_ids, *batch_q, Q) == load(k_ids, *batch_k, K)
+    return read("document", "ids", q_ids, *batch_q, Q) == read("document", named_k, k_ids, *batch_k, K)

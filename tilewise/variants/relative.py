@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tilewise.expr import Expr, H, K, S, load, maximum, minimum
-from tilewise.variants._checks import P, array
+from tilewise.expr import Expr, H, K, S, maximum, minimum
+from tilewise.variants._checks import P, array, read
 
 
 def relative(table: Any, signed: bool = False, grad: bool = False) -> Expr:
@@ -30,4 +30,4 @@ def relative(table: Any, signed: bool = False, grad: bool = False) -> Expr:
     else:
         entry = minimum(abs(P - K), size - 1)
     head = [H] if len(table.shape) == 2 else []
-    return S + load(table, *head, entry, grad=grad)
+    return S + read("relative", "table", table, *head, entry, grad=grad)

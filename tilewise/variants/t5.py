@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tilewise.expr import Expr, H, K, Loaded, S, load, load_slot, maximum, minimum
-from tilewise.variants._checks import P, array, constant_table, whole
+from tilewise.expr import Expr, H, K, Loaded, S, load_slot, maximum, minimum
+from tilewise.variants._checks import P, array, constant_table, read, whole
 
 
 def t5(table: Any, max_distance: int = 128, bidirectional: bool = True, grad: bool = False) -> Expr:
@@ -33,7 +33,7 @@ def t5(table: Any, max_distance: int = 128, bidirectional: bool = True, grad: bo
     entry = P - K + max_distance if bidirectional else P - K
     bucket = load_slot(Loaded(lookup, constant=True), minimum(maximum(entry, 0), lookup.shape[0] - 1))
     head = [H] if len(table.shape) == 2 else []
-    return S + load(table, bucket, *head, grad=grad)
+    return S + read("t5", "table", table, bucket, *head, grad=grad)
 
 
 @constant_table

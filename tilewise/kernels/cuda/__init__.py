@@ -136,7 +136,7 @@ def _no_gpu() -> str | None:
     """PyTorch is asked, but never imported for it: who has tensors on a GPU has imported it."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return "PyTorch is not imported, so nothing is on a GPU"
+        return "nothing is on a GPU: PyTorch is not imported in this process"
     return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
 
 

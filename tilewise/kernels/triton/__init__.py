@@ -34,16 +34,10 @@ class TritonKernel:
         self.basic = rung == "basic"
 
     def unavailable(self) -> str | None:
-        if _missing():
-            return f"it needs {', '.join(_missing())}; pip install 'tilewise[triton]'"
-        if is_interpreted():
-            return None
-        torch = sys.modules.get("torch")
-        if torch is None:
-            return "PyTorch is not imported, so nothing is on a GPU"
-        if torch.cuda.is_available():
-            return None
-        return "PyTorch finds no GPU, or was built without CUDA; TRITON_INTERPRET=1 runs it on a CPU, slowly"
+        if not_installed() or is_interpreted():
+            return not_installed()
+        reason = no_gpu()
+        return None if reason is None else f"{reason}; TRITON_INTERPRET=1 runs it on a CPU, slowly"
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         if self.basic and shape.backward:
@@ -145,5 +139,14 @@ def _unsupported(spec: Attention, shape: Shape) -> str | None:
 
 
 @cache
-def _missing() -> tuple[str, ...]:
-    return tuple(name for name in ("torch", "triton") if find_spec(name) is None)
+def not_installed() -> str | None:
+    missing = [name for name in ("torch", "triton") if find_spec(name) is None]
+    return f"it needs {', '.join(missing)}; pip install 'tilewise[triton]'" if missing else None
+
+
+def no_gpu() -> str | None:
+    """PyTorch is asked, but never imported for it: who has tensors on a GPU has imported it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "nothing is on a GPU: PyTorch is not imported in this process"
+    return None if torch.cuda.is_available() else "PyTorch finds no GPU, or was built without CUDA"

@@ -173,13 +173,19 @@ template <class T> bool is_ramp(const Slot& slot, const Index<T>* index, int n) 
     for (int i = 1; i < n; i++) consecutive &= at[i] == at[0] + i;
     return consecutive;
 }
+template <class R, class Stored> INLINE void copy_row(const Stored* from, R* to, int n) {
+    for (int i = 0; i < n; i++) to[i] = R(widened(from[i]));
+}
+#if defined(__F16C__)  // the compiler makes no vectors of the instruction that widens one number
+INLINE void copy_row(const Half* from, float* to, int n) { widen_row(from, to, n, 1.0f); }
+#endif
 template <class R, class T, class Stored> void gather(const Slot& slot, const Index<T>* index, int n, R* to) {
     const Stored* data = static_cast<const Stored*>(slot.data);
     if (n > 0 && is_ramp(slot, index, n)) {
         const Stored* from = data + cell_of<T>(slot, index, 0);
         int64_t step = slot.stride[slot.rank - 1];
         if (step == 1)
-            for (int i = 0; i < n; i++) to[i] = R(widened(from[i]));
+            copy_row(from, to, n);
         else
             for (int i = 0; i < n; i++) to[i] = R(widened(from[i * step]));
         return;

@@ -194,19 +194,19 @@ struct BFloat { uint16_t bits; };
 INLINE float widened(Half h) {
 #if defined(__F16C__)
     return _cvtsh_ss(h.bits);
+#elif defined(__aarch64__)
+    __fp16 x;
+    memcpy(&x, &h.bits, 2);
+    return x;
 #else
-    uint32_t sign = uint32_t(h.bits & 0x8000) << 16, rest = uint32_t(h.bits & 0x7fff) << 13, bits;
-    float magnitude;
-    if (rest >= 0x0f800000) {  // infinity or NaN
-        bits = rest | 0x7f800000;
-        memcpy(&magnitude, &bits, 4);
-    } else {  // scaling by 2^112 sets the exponent right, for subnormal numbers too
-        memcpy(&magnitude, &rest, 4);
-        magnitude *= 5.192296858534828e33f;
-    }
-    memcpy(&bits, &magnitude, 4);
-    bits |= sign;
+    // Without a branch, so that loops become vectors: scaling by 2^112 sets the exponent right, for subnormal numbers
+    // too, and that of infinity and NaN is all ones.
+    int32_t rest = int32_t(h.bits & 0x7fff) << 13, bits;
     float x;
+    memcpy(&x, &rest, 4);
+    x *= 5.192296858534828e33f;
+    memcpy(&bits, &x, 4);
+    bits |= (rest >= 0x0f800000 ? 0x7f800000 : 0) | int32_t(uint32_t(h.bits & 0x8000) << 16);
     memcpy(&x, &bits, 4);
     return x;
 #endif
