@@ -34,8 +34,8 @@ from tilewise.bench.gpu.cases import VARIANTS, Case, Inputs, sets
 from tilewise.bench.gpu.contestants import CUDNN, FLASH, Entry, entered, find
 from tilewise.bench.gpu.timing import GpuClock, Settings, rounds
 from tilewise.kernels.cuda import compiler, source
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
-from tilewise.kernels.cuda.rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.source import Source
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape

@@ -12,8 +12,8 @@ import tilewise as tw
 from tilewise.expr import Expr
 from tilewise.kernels import disk
 from tilewise.kernels.cuda import compiler, prebuild
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
-from tilewise.kernels.cuda.rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.source import Source
 from tilewise.kernels.disk import Files
 from tilewise.spec import Attention, Shape

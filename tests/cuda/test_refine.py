@@ -13,8 +13,9 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import B, H, K, Q, load
 from tilewise.kernels.cuda import marshal, simulator, structs
+from tilewise.kernels.cuda.backward_rungs import BACKWARD
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, REFINE_BACKWARD, RUNGS
+from tilewise.kernels.cuda.rungs import REFINE, REFINE_BACKWARD, RUNGS
 from tilewise.kernels.cuda.source import assembled
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.schedule import Kind

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tilewise import arrays
 from tilewise.kernels.cuda import support
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90, UNORDERED_SM90, Hoppers, hoppers_backward
 from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import BACKWARD_SM90, UNORDERED_SM90, Hoppers, Rung, hoppers_backward, named
+from tilewise.kernels.cuda.rungs import Rung, named
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tilewise.kernels.cuda import marshal
+from tilewise.kernels.cuda.backward_rungs import Hoppers
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.prepared import OPERANDS, Prepared, prepare_backward, prepare_backward_sm90
-from tilewise.kernels.cuda.rungs import Hoppers
 from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile

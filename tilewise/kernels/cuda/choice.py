@@ -5,8 +5,9 @@ from __future__ import annotations
 from tilewise.derivative import score_slopes
 from tilewise.dispatch import Unsupported
 from tilewise.expr import S
+from tilewise.kernels.cuda.backward_rungs import Hoppers
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
-from tilewise.kernels.cuda.rungs import REFINE, RUNGS, Hoppers, Rung
+from tilewise.kernels.cuda.rungs import REFINE, RUNGS, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.spec import Attention, Shape
 from tilewise.walking import loads

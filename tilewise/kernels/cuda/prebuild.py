@@ -10,8 +10,8 @@ from itertools import product
 
 from tilewise.expr import Expr, K, Q
 from tilewise.kernels.cuda import compiler
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
-from tilewise.kernels.cuda.rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.source import Source
 from tilewise.spec import Attention, Shape
 from tilewise.variants.causal import causal

@@ -11,10 +11,11 @@ from typing import Any
 from tilewise.derivative import score_slopes
 from tilewise.expr import S
 from tilewise.kernels.cuda import gpu, launcher, marshal, structs
+from tilewise.kernels.cuda.backward_rungs import BACKWARD, Hoppers
 from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
-from tilewise.kernels.cuda.rungs import BACKWARD, REFINE, REFINE_BACKWARD, Hoppers, Rung
+from tilewise.kernels.cuda.rungs import REFINE, REFINE_BACKWARD, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
 from tilewise.schedule import is_unseen

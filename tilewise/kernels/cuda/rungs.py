@@ -93,65 +93,12 @@ class Tiled:
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         # As in tiled.cu: whole rows of groups and lanes, whole slices, and four numbers more a row.
-        rows, keys, columns = _up(tile.q, 8), _up(tile.k, 16), _up(shape.d, self.SLICE)
+        rows, keys, columns = up(tile.q, 8), up(tile.k, 16), up(shape.d, self.SLICE)
         numbers = rows * (columns + 4) + keys * (self.SLICE + 4) + rows * (keys + 4)
         return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
-
-
-class _TiledBackward:
-    """What the kernels of the tiled backward pass have in common. Together they serve what `tiled` does."""
-
-    folder, planned, persistent = SOURCES, True, False
-    SLICE = Tiled.SLICE
-
-    def unsupported(self, shape: Shape) -> str | None:
-        return None
-
-    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        raise NotImplementedError
-
-    def fitting(self, tile: Tile, shape: Shape) -> Tile:
-        most = self.default_tile(_PLAIN, shape)
-        return Tile(min(tile.q, most.q), min(tile.k, most.k))
-
-    def threads(self, tile: Tile) -> int:
-        return 128
-
-    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        return {}
-
-
-class TiledDQuery(_TiledBackward):
-    """For queries: d_out lies in shared memory beside q."""
-
-    name, by_key = "tiled_d_query", False
-
-    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return RUNGS["tiled"].default_tile(spec, shape)
-
-    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        rows, keys = _up(tile.q, 8), _up(tile.k, 16)
-        numbers = rows * (_up(shape.d, self.SLICE) + 4) + rows * (_up(shape.d_v, self.SLICE) + 4)
-        numbers += max(rows, keys) * (self.SLICE + 4) + rows * (keys + 4)
-        return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
-
-
-class TiledDKeys(_TiledBackward):
-    """For keys and values, both of which lie in shared memory whole: their tile is smaller where heads are large."""
-
-    name, by_key = "tiled_d_keys", True
-
-    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return Tile(32, RUNGS["tiled"].default_tile(spec, shape).q)
-
-    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        rows, keys = _up(tile.q, 8), _up(tile.k, 16)
-        numbers = keys * (_up(shape.d, self.SLICE) + 4) + keys * (_up(shape.d_v, self.SLICE) + 4)
-        numbers += rows * (self.SLICE + 4) + keys * (rows + 4)
-        return {"SLICE": self.SLICE, "SHARED_BYTES": 4 * numbers}
 
 
 class ForwardSm90:
@@ -188,7 +135,7 @@ class ForwardSm90:
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         queries = 192 if tile.q >= 192 and max(shape.d, shape.d_v) <= 64 else 128
-        most = 96 if queries == 192 else self.default_tile(_PLAIN, shape).k if max(shape.d, shape.d_v) > 64 else 128
+        most = 96 if queries == 192 else self.default_tile(PLAIN, shape).k if max(shape.d, shape.d_v) > 64 else 128
         return Tile(queries, max(min(tile.k, most) // 16 * 16, 16))
 
     def threads(self, tile: Tile) -> int:
@@ -202,7 +149,7 @@ class ForwardSm90:
         tables = next((n for n in (2, 1) if table_bytes and room - n * table_bytes >= 2 * stage_bytes), 0)
         stages = min((room - tables * table_bytes) // stage_bytes, self.MOST_STAGES)
         three = tile.q == 192
-        held = _up(shape.d_v, 16) // 2 + tile.k // 2 + tile.k // 4 + _up(shape.d, 16) // 4  # registers: acc, s, p, q
+        held = up(shape.d_v, 16) // 2 + tile.k // 2 + tile.k // 4 + up(shape.d, 16) // 4  # registers: acc, s, p, q
         return {
             "STAGES": stages,
             "SHARED_BYTES": q_bytes + stages * stage_bytes + tables * table_bytes + self.AROUND,
@@ -219,130 +166,11 @@ class ForwardSm90:
 
     def _bytes(self, tile: Tile, shape: Shape) -> tuple[int, int]:
         """Of q's tile, and of a stage of k and v."""
-        q_parts, v_parts = _parts(shape.d), _parts(shape.d_v)
+        q_parts, v_parts = parts(shape.d), parts(shape.d_v)
         return tile.q * q_parts * 128, tile.k * (q_parts + v_parts) * 128
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        return {"wgmma.h": wgmma.header(shape.dtype, {tile.k, _up(shape.d_v, 16)})}
-
-
-class _BackwardSm90:
-    """What the kernels of Hopper's backward pass share. A block meets 64 queries at a time; it has 128 keys, or half of
-    that where heads are wide.
-
-    ordered: what key tiles add to d_q is added in their order, so that it has the same bits each time.
-    """
-
-    name: str
-    folder, planned, by_key, persistent = SOURCES, True, True, False
-    NARROW = 128
-
-    def __init__(self, ordered: bool) -> None:
-        self.ordered = ordered
-
-    def unsupported(self, shape: Shape) -> str | None:
-        return RUNGS["forward_sm90"].unsupported(shape)
-
-    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return Tile(64, 128 if max(shape.d, shape.d_v) <= self.NARROW else 64)
-
-    def fitting(self, tile: Tile, shape: Shape) -> Tile:
-        return self.default_tile(_PLAIN, shape)
-
-    def threads(self, tile: Tile) -> int:
-        return 256
-
-    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        return {"SHARED_BYTES": 0, "ORDERED": self.ordered, "STAGES": self.stages(shape)}
-
-    def stages(self, shape: Shape) -> int:
-        """Of k, and of d_s unless heads are wide. Larger heads leave room for one: a third of q and a second of d_q
-        bring more."""
-        return 1 if max(shape.d, shape.d_v) > 64 else 2
-
-    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        return {}
-
-
-class BackwardRows(_BackwardSm90):
-    """First, what is to be known of each query."""
-
-    name = "backward_sm90_rows"
-
-
-class BackwardProducts(_BackwardSm90):
-    """d_k and d_v lie in registers, d_q in sums in memory."""
-
-    name = "backward_sm90"
-
-    def threads(self, tile: Tile) -> int:
-        return 384
-
-    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        q_parts, v_parts, stages = _parts(shape.d), _parts(shape.d_v), self.stages(shape)
-        # Rows of 128 bytes: k, v, d_s, q, d_out. Then twice d_q, thrice shift, twice delta.
-        rows = tile.k * (stages * q_parts + v_parts + stages) + tile.q * (3 * q_parts + 2 * v_parts)
-        return {
-            **super().constants(tile, shape, cell_bytes),
-            "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 5 * 4 * tile.q + self.AROUND,
-            # What has but one stage has large products, which leave the producer few registers.
-            "CONSUMER_REGISTERS": 240 if stages == 1 else 232,
-            "PRODUCER_REGISTERS": 24 if stages == 1 else 40,
-        }
-
-    AROUND = 384 + 1024  # barriers and what is told beside tiles, and the room to align them
-
-    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        half = _parts(shape.d) * 32
-        return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, _up(shape.d, 16), _up(shape.d_v, 16), half})}
-
-
-class WideBackwardProducts(BackwardProducts):
-    """The same for wide heads, whose columns are halved: three parts of 64 count as four."""
-
-    name = "backward_sm90_wide"
-
-    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        q_parts, v_parts = _halved(_parts(shape.d)), _halved(_parts(shape.d_v))
-        # Rows of 128 bytes: k, v, twice d_s and p, twice q, d_out. Then half of d_q, twice shift, delta.
-        rows = tile.k * (q_parts + v_parts + 4) + tile.q * (2 * q_parts + v_parts)
-        return {
-            **super().constants(tile, shape, cell_bytes),
-            "SHARED_BYTES": 128 * rows + 4 * tile.q * 32 * q_parts + 3 * 4 * tile.q + self.AROUND,
-        }
-
-    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        half, v_half = (_halved(_parts(d)) * 32 for d in (shape.d, shape.d_v))
-        return {"wgmma.h": wgmma.header(shape.dtype, {tile.q // 2, half, half // 2, v_half})}
-
-
-class BackwardDQuery(_BackwardSm90):
-    """Last, d_q from its sums."""
-
-    name = "backward_sm90_d_query"
-
-
-class Hoppers:
-    """Hopper's backward pass: three kernels, one after the other."""
-
-    def __init__(self, ordered: bool) -> None:
-        self._first, self._last = BackwardRows(ordered), BackwardDQuery(ordered)
-        self._products = {False: BackwardProducts(ordered), True: WideBackwardProducts(ordered)}
-
-    def unsupported(self, shape: Shape) -> str | None:
-        return self._first.unsupported(shape)
-
-    def rungs(self, shape: Shape) -> tuple[Rung, Rung, Rung]:
-        return self._first, self._products[self._is_wide(shape)], self._last
-
-    def _is_wide(self, shape: Shape) -> bool:
-        return max(shape.d, shape.d_v) > _BackwardSm90.NARROW
-
-    def workspace(self, shape: Shape, q_tiles: int) -> dict[str, int]:
-        """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
-        rows = q_tiles * self._first.default_tile(_PLAIN, shape).q
-        turns = 2 * q_tiles if self._is_wide(shape) else q_tiles
-        return {"rows": 2 * rows, "sums": rows * 64 * _halved(_parts(shape.d)), "turns": turns}
+        return {"wgmma.h": wgmma.header(shape.dtype, {tile.k, up(shape.d_v, 16)})}
 
 
 class Refine:
@@ -369,35 +197,23 @@ class Refine:
         return {}
 
 
-_PLAIN = Attention(scale=1.0)
+PLAIN = Attention(scale=1.0)
 
 
-def _up(n: int, multiple: int) -> int:
+def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _parts(columns: int) -> int:
+def parts(columns: int) -> int:
     """Of 64 columns, whose rows have 128 bytes."""
     return -(-columns // 64)
 
 
-def _halved(parts: int) -> int:
-    return 4 if parts == 3 else parts
-
-
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Naive(), Tiled(), ForwardSm90())}
 REFINE, REFINE_BACKWARD = Refine("refine"), Refine("refine_backward")
-# Those of backward passes, one after the other.
-BACKWARD: tuple[Rung, ...] = (TiledDQuery(), TiledDKeys())
-BACKWARD_SM90, UNORDERED_SM90 = Hoppers(ordered=True), Hoppers(ordered=False)
 
 UNORDERED = "unordered"  # what can be named as a rung: the last one, with the backward pass that adds in any order
 
 
 def named(name: str) -> Rung:
     return RUNGS["forward_sm90" if name == UNORDERED else name]
-
-
-def hoppers_backward(name: str | None) -> Hoppers | None:
-    """That of a kernel that was named so, or None if the tiled ones are its."""
-    return {"forward_sm90": BACKWARD_SM90, UNORDERED: UNORDERED_SM90}.get(name or "")

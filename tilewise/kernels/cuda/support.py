@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.kernels.cuda.rungs import BACKWARD_SM90
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.structs import MAX_ARRAYS, MAX_RANK
 from tilewise.kernels.cuda.sums import MOST_POSITIONS
 from tilewise.spec import Attention, Shape

@@ -13,9 +13,10 @@ from tilewise.derivative import score_slopes
 from tilewise.expr import S
 from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, structs, support
+from tilewise.kernels.cuda.backward_rungs import BACKWARD, Hoppers, hoppers_backward
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
-from tilewise.kernels.cuda.rungs import BACKWARD, Hoppers, Rung, hoppers_backward, named
+from tilewise.kernels.cuda.rungs import Rung, named
 from tilewise.kernels.cuda.simulator import Order
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.softmax import d_sinks
