@@ -300,6 +300,30 @@ def test_warmup_compiles_what_looks_at_arrays_of_a_mask(
     assert compiled == ["forward_sm90 sm_90a", *(["refine sm_90a"] if variant == "document" else [])]
 
 
+@pytest.mark.parametrize(
+    ("arch", "names"),
+    [
+        (
+            "sm_90a",
+            [
+                "forward_sm90",
+                "refine",
+                "backward_sm90_rows",
+                "backward_sm90",
+                "backward_sm90_d_query",
+                "refine_backward",
+            ],
+        ),
+        ("sm_80", ["tiled", "tiled_d_query", "tiled_d_keys"]),
+    ],
+)
+def test_warmup_compiles_gradients(
+    capsys: pytest.CaptureFixture[str], compiled: list[str], arch: str, names: list[str]
+) -> None:
+    assert _run(capsys, "warmup", "--variants", "document", "--n", "1024", "--arch", arch, "--backward")[0] == 0
+    assert compiled == [f"{name} {arch}" for name in names]
+
+
 def test_warmup_without_a_gpu_is_for_hopper(
     capsys: pytest.CaptureFixture[str], compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ AWAIT_Q = "        hw::mbarrier_wait(shared.q_full(next_q.stage), next_q.parity)
 AWAIT_V = "        hw::mbarrier_wait(shared.v_full(), keys % 2);\n"
 AWAIT_D_OUT = "        hw::mbarrier_wait(shared.d_out_full(stage), steps / 2 % 2);\n"
 AWAIT_D_S_FREE = "        hw::mbarrier_wait(shared.d_s_free(steps % S_STAGES), steps / S_STAGES % 2 ^ 1);\n"
-AWAIT_ADDITION = "        hw::mbarrier_wait(shared.d_out_full(stage), step / O_STAGES % 2);\n"
+AWAIT_ADDITION = "        wait_together(shared.d_out_full(stage), step / O_STAGES % 2);\n"
 AWAIT_STORE = "        hw::tma_store_wait<0>();\n"
 HOLD_K = "            hold(k_held, k());\n"
 HOLD = "        if constexpr (HELD) {\n            hold"
@@ -168,7 +168,7 @@ MISTAKES: dict[str, Mistake] = {
         UNFENCED, "full", {AWAIT_D_S_FREE: ""},
     ),
     "the only d_s written while the other warpgroup multiplies it": Mistake(
-        UNFENCED, "d 128", {AWAIT_D_S_FREE: ""},
+        f"{UNFENCED}|{ISSUED}", "d 128", {AWAIT_D_S_FREE: ""},
     ),
     "d_s let go before it is multiplied": Mistake(
         ISSUED, "full", {FREE_D_S: "", MULTIPLY_D_S: f"{MULTIPLY_D_S}{FREE_D_S}"},

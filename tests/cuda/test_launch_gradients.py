@@ -15,7 +15,8 @@ from tests.cuda.test_launch import HOPPER, TILED
 from tests.cuda.test_ops import needs_compiler
 from tilewise import dispatch
 from tilewise.dispatch import Unsupported
-from tilewise.spec import Partial
+from tilewise.schedule import Kind
+from tilewise.spec import Partial, Tile
 from tilewise.validate import prepare
 
 torch = pytest.importorskip("torch")
@@ -48,6 +49,32 @@ def test_gradients(kernel: str, kind: dict[str, Any], launched: list[str], fake_
     """Of heads that share keys, of rows that lie anyhow, of sinks, and of lse as well as of out."""
     _check_gradients(kernel, kind)
     assert fake_gpu.launched[-len(launched) :] == launched
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["cuda/forward_sm90", "cuda/tiled"])
+def test_a_gradient_of_lse_of_any_type(kernel: str, dtype: Any, fake_gpu: FakeGpu) -> None:
+    """As numbers that all types have are given, they are the same."""
+    torch.manual_seed(0)
+    q, k, v, d_out = (torch.randn(1, 2, 100, 64, dtype=torch.bfloat16) for _ in range(4))
+    d_lse = torch.randint(-3, 4, (1, 2, 100)).float()
+    _, pullback = tw.attention_vjp(q, k, v, kernel=kernel)
+    wide, other = pullback(d_out, d_lse), pullback(d_out, d_lse.to(dtype))
+    assert all(torch.equal(getattr(wide, name), getattr(other, name)) for name in "qkv")
+
+
+def test_a_plan_that_leaves_out_scores_of_arrays_elsewhere(fake_gpu: FakeGpu) -> None:
+    """What a bias holds is not known, so it cannot be that it masks: causal tiles are FULL, of all heads alike."""
+    from tilewise.kernels.cuda import marshal
+    from tilewise.kernels.cuda.backward_rungs import BACKWARD
+
+    bias = torch.zeros(2, 4, 512, 512)
+    q, k, v = (torch.zeros(2, 4, 512, 64, dtype=torch.bfloat16) for _ in range(3))
+    call = prepare(q, k, v, causal=True, score=tw.bias(bias))
+    for rung in BACKWARD:
+        made = marshal.tables(call.spec, call.shape, Tile(64, 128), rung)
+        kinds = made.numbers[made.runs_at :].reshape(-1, 3)[:, 2]
+        assert made.plans == (1, 1) and (kinds == Kind.FULL).any()
 
 
 def test_gradients_by_masks_of_arrays_that_the_host_has_not_seen(fake_gpu: FakeGpu) -> None:

@@ -19,12 +19,13 @@ from tilewise.cli import UserError
 from tilewise.cli.bench_options import names, several, whole
 from tilewise.cli.terminal import progress
 from tilewise.kernels.cuda import OLDEST, compiler, support
-from tilewise.kernels.cuda.choice import HOPPER, sources_of
+from tilewise.kernels.cuda.choice import HOPPER, gradient_sources_of, sources_of
 from tilewise.kernels.cuda.source import Source
 
 _EXAMPLES = """examples:
   tilewise warmup                                   full and causal, head dimension 128, bfloat16
   tilewise warmup --variants causal,alibi --d 64,128 --dtype float16,bfloat16
+  tilewise warmup --backward                        and what training takes
   tilewise warmup --d 192 --d-v 128 --arch sm_90a   on a machine without a GPU
 
 The variants are those of `tilewise bench`. Window sizes, scales, batches and heads make no difference to a kernel, and
@@ -53,6 +54,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--d-v", metavar="D", help="the head dimension of v, if not --d")
     parser.add_argument("--dtype", default="bfloat16", metavar="LIST", help="(default: %(default)s)")
     parser.add_argument("--n", default="1024,4096", metavar="LIST", help="lengths (default: %(default)s)")
+    parser.add_argument("--backward", action="store_true", help="the kernels of their gradients, too")
     parser.add_argument(
         "--arch", metavar="LIST", help="such as sm_90a (default: this machine's GPUs, or sm_90a if it has none)"
     )
@@ -92,18 +94,20 @@ def _wanted(args: argparse.Namespace) -> Iterator[_Wanted]:
     seen: set[tuple[str, str]] = set()
     for capability, variant, dtype, d, n in product(_capabilities(args.arch), variants, dtypes, dims, lengths):
         arch = compiler.architecture(capability)
-        for source in _sources(Cell(variant, n, n, d, dtype, heads=1, heads_k=1), d_v or d, capability):
+        cell = Cell(variant, n, n, d, dtype, heads=1, heads_k=1)
+        for source in _sources(cell, d_v or d, capability, args.backward):
             if (source.text, arch) not in seen:
                 seen.add((source.text, arch))
                 yield _Wanted(source, arch, f"{variant}, {dtype}, d {d}, n {n}, {arch}")
 
 
-def _sources(cell: Cell, d_v: int, capability: tuple[int, int]) -> list[Source]:
+def _sources(cell: Cell, d_v: int, capability: tuple[int, int], backward: bool) -> list[Source]:
     dtype = BFLOAT16 if cell.dtype == "bfloat16" else np.dtype(cell.dtype)
     q, k, v = (np.zeros((1, cell.heads, cell.n_q, d), dtype) for d in (cell.d, cell.d, d_v))
     options = VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x)
     call = validate.prepare(q, k, v, **options)
-    return sources_of(call.spec, call.shape, capability)
+    gradients = gradient_sources_of(call.spec, call.shape, capability) if backward else []
+    return [*sources_of(call.spec, call.shape, capability), *gradients]
 
 
 def _capabilities(given: str | None) -> list[tuple[int, int]]:

@@ -56,7 +56,7 @@ class Section:
             return [ours, ours + DENSE] if case.packed == "equal" else [ours]
         if self.first:
             triton = [OURS + TRITON] if case.variant == "causal" else []
-            return triton if case.backward else [ours, *triton]
+            return [ours, *triton]
         if self.name == "step":
             return [OUR_MODULE, *self.peers]
         if self.name == "decode":

@@ -41,6 +41,7 @@ class Arrangement:
         for name in ("q", "k", "v"):
             every[f"d_{name}"] = torch.empty(every[name].shape, dtype=self.dtype, device=q.device)
         lse = saved.lse.contiguous()
+        d_lse = None if d_lse is None else d_lse.to(torch.float32)
         return {**every, "lse": lse, "d_lse": d_lse, "delta": torch.empty_like(lse)}
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from tilewise.derivative import score_slopes
 from tilewise.dispatch import Unsupported
 from tilewise.expr import S
-from tilewise.kernels.cuda.backward_rungs import Hoppers
+from tilewise.kernels.cuda.backward_rungs import BACKWARD, BACKWARD_SM90, Hoppers
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
-from tilewise.kernels.cuda.rungs import REFINE, RUNGS, Rung
+from tilewise.kernels.cuda.rungs import REFINE, REFINE_BACKWARD, RUNGS, Rung
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.spec import Attention, Shape
 from tilewise.walking import loads
@@ -42,8 +42,24 @@ def sources_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> li
     there before."""
     rung = suited(shape, capability)
     tile = rung.fitting(rung.default_tile(spec, shape), shape)
-    reads = spec.mask is not None and any(not slot.constant for slot in loads(spec.mask))
-    return [assembled(x, spec, shape, tile)[0] for x in ((rung, REFINE) if rung.persistent and reads else (rung,))]
+    looks = rung.persistent and _reads_arrays(spec)
+    return [assembled(x, spec, shape, tile)[0] for x in ((rung, REFINE) if looks else (rung,))]
+
+
+def gradient_sources_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> list[Source]:
+    """Those of the backward pass of such a call."""
+    if capability == HOPPER and BACKWARD_SM90.unsupported(shape) is None:
+        tile = BACKWARD_SM90.rungs(shape)[0].default_tile(spec, shape)
+        looks = [assembled(REFINE_BACKWARD, spec, shape, tile)[0]] if _reads_arrays(spec) else []
+        return [*backward_sources_of(BACKWARD_SM90, spec, shape), *looks]
+    slope = score_slopes(spec)[S]
+    tiles = {rung: rung.fitting(rung.default_tile(spec, shape), shape) for rung in BACKWARD}
+    return [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung, tile in tiles.items()]
+
+
+def _reads_arrays(spec: Attention) -> bool:
+    """Whether its mask reads those of a caller."""
+    return spec.mask is not None and any(not slot.constant for slot in loads(spec.mask))
 
 
 def backward_sources_of(hoppers: Hoppers, spec: Attention, shape: Shape) -> list[Source]:

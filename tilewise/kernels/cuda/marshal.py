@@ -80,6 +80,7 @@ def _fields(part: Shape, queries: slice, keys: slice, first_tile: int) -> tuple[
 
 def _sequences(spec: Attention, shape: Shape, tile: Tile, planned: bool, by_key: bool) -> Tables:
     """A table of sequences, and of the runs of their query tiles, or key tiles, if the kernel follows a plan."""
+    spec = _as_the_host_sees_it(spec)
     rows: list[tuple[int, ...]] = []
     offsets: list[Array] = []
     runs: list[Array] = []
@@ -148,11 +149,17 @@ def _by_warpgroup(spec: Attention, part: Shape, tile: Tile) -> Runs:
     if part.n_k == 0:  # a tile to mask, so that there is one
         rows = -(-part.n_q // tile.q)
         return Runs(np.array([[0, 1, 0b010101]] * rows), np.arange(rows + 1)[None, None])
-    if spec.score is not None and any(arrays.is_elsewhere(slot.array) for slot in loads(spec.score)):
-        spec = replace(spec, score=None)  # scores of -inf need no mask; that all are in a tile, nobody can know
+    spec = _as_the_host_sees_it(spec)
     if not spec.loaded:  # rows beyond the last query are computed as if they were there: no reason for a mask
         part = replace(part, n_q=-(-part.n_q // WARPGROUP_ROWS) * WARPGROUP_ROWS)
     return plan(spec, part, Tile(WARPGROUP_ROWS, tile.k)).joined(tile.q // WARPGROUP_ROWS, most_skipped=1)
+
+
+def _as_the_host_sees_it(spec: Attention) -> Attention:
+    """Without a score that reads arrays elsewhere: those of -inf need no mask; that all are in a tile, nobody can
+    know."""
+    unseen = spec.score is not None and any(arrays.is_elsewhere(slot.array) for slot in loads(spec.score))
+    return replace(spec, score=None) if unseen else spec
 
 
 def _records_of(made: Runs, fields: tuple[int, ...], tile: Tile, n_runs: int) -> Array:

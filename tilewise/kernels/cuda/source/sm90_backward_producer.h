@@ -171,7 +171,7 @@ struct Storer {
     }
     __device__ __forceinline__ void add(uint32 step) const {
         const int stage = WIDE ? 0 : number;
-        hw::mbarrier_wait(shared.d_out_full(stage), step / O_STAGES % 2);
+        wait_together(shared.d_out_full(stage), step / O_STAGES % 2);
         int64 tile = 0;  // or, if heads are wide, half of one
         int turn = 0;
         if (leads) {
