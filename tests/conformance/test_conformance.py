@@ -86,7 +86,20 @@ def test_backward_on_a_gpu(name: str, case: Case) -> None:
         check_backward(kernel, case, tile, device="cuda:0")
 
 
-@pytest.mark.parametrize("run", RUNS, ids=str)
+# What is interpreted or simulated takes seconds each: of the variants, one in three at several tiles here, all by
+# `make test-all` and on a GPU. So are packed gradients in Triton.
+LONG = ("triton", "cuda-sim/tiled", "cuda-sim/naive")
+
+
+def _marked(run: Run, backward: bool) -> Any:
+    shape, dtype = run.case.shape, run.case.dtype
+    packed = shape == "packed, none empty" or (shape, dtype) == ("packed", "bfloat16")
+    is_long = (run.system in LONG and shape == "several tiles") or (backward and run.system == "triton" and packed)
+    left_out = is_long and (*VARIANTS, *PACKED_VARIANTS).index(run.case.variant) % 3 != 0
+    return pytest.param(run, marks=[pytest.mark.slow] if left_out else [], id=str(run))
+
+
+@pytest.mark.parametrize("run", [_marked(run, backward=False) for run in RUNS])
 def test_forward(run: Run) -> None:
     kernel = _kernel(run.system, run.case, backward=False)
     with forced(run.system, run.path):
@@ -94,18 +107,7 @@ def test_forward(run: Run) -> None:
             check_forward(kernel, run.case, run.tile)
 
 
-# Triton interprets these for seconds each: of the variants, one in three here, all by `make test-all` and on a GPU.
-LONG = ("several tiles", "packed, none empty")
-
-
-def _gradients(run: Run) -> Any:
-    number = (*VARIANTS, *PACKED_VARIANTS).index(run.case.variant)
-    is_long = run.case.shape in LONG or (run.case.shape, run.case.dtype) == ("packed", "bfloat16")
-    left_out = run.system == "triton" and is_long and number % 3 != 0
-    return pytest.param(run, marks=[pytest.mark.slow] if left_out else [], id=str(run))
-
-
-@pytest.mark.parametrize("run", [_gradients(run) for run in RUNS])
+@pytest.mark.parametrize("run", [_marked(run, backward=True) for run in RUNS])
 def test_backward(run: Run) -> None:
     kernel = _kernel(run.system, run.case, backward=True)
     with forced(run.system, run.path):
