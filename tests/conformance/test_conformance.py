@@ -87,14 +87,13 @@ def test_backward_on_a_gpu(name: str, case: Case) -> None:
 
 
 # What is interpreted or simulated takes seconds each: of the variants, one in three at several tiles here, all by
-# `make test-all` and on a GPU. So are packed gradients in Triton.
+# `make test-all` and on a GPU. So are some packed gradients in Triton.
 LONG = ("triton", "cuda-sim/tiled", "cuda-sim/naive")
 
 
 def _marked(run: Run, backward: bool) -> Any:
-    shape, dtype = run.case.shape, run.case.dtype
-    packed = shape == "packed, none empty" or (shape, dtype) == ("packed", "bfloat16")
-    is_long = (run.system in LONG and shape == "several tiles") or (backward and run.system == "triton" and packed)
+    shape, packed = run.case.shape, backward and run.system == "triton" and run.case.shape == "packed, none empty"
+    is_long = packed or (run.system in LONG and shape == "several tiles")
     left_out = is_long and (*VARIANTS, *PACKED_VARIANTS).index(run.case.variant) % 3 != 0
     return pytest.param(run, marks=[pytest.mark.slow] if left_out else [], id=str(run))
 

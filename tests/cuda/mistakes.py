@@ -16,6 +16,9 @@ from tilewise.sharing import Kept
 
 WRONG = "a wrong result"
 SOUND = "sound"
+# What the simulator says of operands: one that was written to, one that the copy engine or a product may not see yet.
+ISSUED, UNFENCED = "after a warp had issued it", "without fence.proxy.async"
+EARLY = f"{WRONG}|{ISSUED}"
 
 
 class Mistake(NamedTuple):

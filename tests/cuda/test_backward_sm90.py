@@ -39,7 +39,8 @@ def _same_bits(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_gradients_are_right_and_have_the_same_bits_in_every_order(problem: str) -> None:
     first = gradients(problem)
     check_results(posed(problem).expected, first)
-    for order, seed in ((Order.BACKWARD, 1), (Order.RANDOM, 1), (Order.RANDOM, 2)):
+    orders = [(Order.FORWARD, 1), (Order.BACKWARD, 1), *((Order.RANDOM, seed) for seed in (1, 2, 3))]
+    for order, seed in orders:
         assert _same_bits(first, gradients(problem, order, seed)), (order, seed)
 
 

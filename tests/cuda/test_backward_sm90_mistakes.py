@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.cuda.backward_problems import FILES, LAST_FIRST, check, unwritten  # noqa: F401
-from tests.cuda.mistakes import WRONG, Mistake, expect_told, plant
+from tests.cuda.mistakes import EARLY, ISSUED, UNFENCED, WRONG, Mistake, expect_told, plant
 from tests.cuda.test_ops import needs_compiler
 
 pytestmark = needs_compiler
@@ -15,9 +15,6 @@ pytestmark = needs_compiler
 # Most problems have heads of up to 64 columns: k and d_s have two stages, k and v are held in registers, and d_q is
 # multiplied a step late. "d 128" has none of this.
 
-ISSUED = "after a warp had issued it"  # an operand was written to
-UNFENCED = "without fence.proxy.async"
-EARLY = f"{WRONG}|{ISSUED}"
 FREE_Q = "            arrive(shared.q_free(q_before));\n"
 FREE_LAST_Q = "        arrive(shared.q_free(q));\n"
 FREE_V = "        if (LAST && !HELD) arrive(shared.v_free());\n"

@@ -7,14 +7,11 @@ from functools import partial
 import pytest
 
 from tests.cuda.backward_problems import WIDE_FILES, check, unwritten  # noqa: F401
-from tests.cuda.mistakes import WRONG, Mistake, expect_told, plant
+from tests.cuda.mistakes import EARLY, ISSUED, UNFENCED, WRONG, Mistake, expect_told, plant
 from tests.cuda.test_ops import needs_compiler
 
 pytestmark = needs_compiler
 
-ISSUED = "after a warp had issued it"  # an operand was written to
-UNFENCED = "without fence.proxy.async"
-EARLY = f"{WRONG}|{ISSUED}"
 FREE_D_OUT = "        arrive(shared.d_out_free(0));\n"
 FREE_Q = "        arrive(shared.q_free(q));\n"
 FREE_V = "        if (LAST) arrive(shared.v_free());\n"
