@@ -48,6 +48,7 @@ ORDERED = "tilewise cuda/forward_sm90"
         ("gradients", f"gradients, {ORDERED}: geometric mean to the best peer", 1.0),
         ("gradients", "gradients, tilewise cuda/unordered: slowest case to the best peer", 0.93),
         ("gradients", f"gradients, {ORDERED}: geometric mean to deterministic FlashAttention-4", 1.0),
+        ("step", "a training step of a module: slowest case to cuDNN's", 1.0),
     ],
 )
 def test_ratios_are_met_from_their_limit_on(section: str, what: str, limit: float) -> None:
@@ -58,6 +59,16 @@ def test_ratios_are_met_from_their_limit_on(section: str, what: str, limit: floa
 def test_what_has_no_order_proves_nothing_of_what_has_one() -> None:
     told = [what for what in values(made_up("gradients")) if "deterministic" in what]
     assert told == [f"gradients, {ORDERED}: geometric mean to deterministic FlashAttention-4"]
+
+
+@pytest.mark.parametrize(("slower", "met"), [(1 / 0.86, True), (1 / 0.84, False)])
+def test_an_order_may_cost_little(slower: float, met: bool) -> None:
+    """Of each case beside the same one in any order; the slowest counts."""
+    results = made_up("gradients")
+    chosen = next(r for r in results["records"] if r["contestant"] == ORDERED and r["d"] == 128)
+    chosen["median_ms"] *= slower
+    check = values(results)[f"gradients, {ORDERED}: least of the speed in any order"]
+    assert check.value == pytest.approx(1 / slower) and check.met is met
 
 
 def test_the_best_peer_of_each_case_counts() -> None:

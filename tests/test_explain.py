@@ -75,6 +75,17 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "gradients: numpy\n  not picky: it has no backward pass" in str(told)
 
 
+def test_gradients_have_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernels first, and those of all GPUs only where Triton's cannot."""
+    assert [name for name in dispatch.TRAINING if "/" in name or name == "triton"] == [
+        "cuda/forward_sm90", "triton", "cuda/tiled",
+    ]  # fmt: skip
+    monkeypatch.setattr(dispatch, "TRAINING", ("numpy", "cpu"))
+    backward = Shape(1, 1, 1, 8, 8, 4, 4, backward=True)
+    assert dispatch.resolve("auto", Attention(1.0), backward).name == "numpy"
+    assert next(iter(dispatch.reasons(Attention(1.0), backward))) == "numpy"
+
+
 def test_a_named_system_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "kernel", lambda name: _Picky())
     for names in ("NAMES", "NAMED"):
