@@ -23,7 +23,7 @@ from tilewise.spec import Partial
 from tilewise.validate import Call
 
 SHARED_FILES = (
-    "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_scores.h", "sm90_tiles.h", "backward_sm90_rows.cu",
+    "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_consumer.h", "sm90_tiles.h", "backward_sm90_rows.cu",
     "backward_sm90_d_query.cu",
 )  # fmt: skip
 FILES, WIDE_FILES = ("backward_sm90.cu", *SHARED_FILES), ("backward_sm90_wide.cu", *SHARED_FILES)

@@ -16,10 +16,10 @@ EDITS = {
     "sm90_backward.h": [
         ("CONSUMER_WARPS = WARPGROUPS * 4;", "CONSUMER_WARPS = WARPGROUPS * 128;"),
         *[(f"mbarrier_init({name}, 1)", f"mbarrier_init({name}, 32)") for name in (
-            "v_full()", "k_full(stage)", "q_full(stage)", "d_out_full(stage)"
+            "v_full()", "k_full()", "q_full(stage)", "d_out_full(stage)"
         )],
     ],
-    "sm90_backward_scores.h": [("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);")],
+    "sm90_backward_consumer.h": [("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);")],
     "sm90_backward_producer.h": [
         ("if (!clears) return;", "if (!clears && lane != 0) hw::mbarrier_arrive(full);\n        if (!clears) return;"),
         ("if (lane == 0) hw::mbarrier_arrive(full);", "hw::mbarrier_arrive(full);"),
