@@ -305,13 +305,14 @@ def refinement(call: Any, made: Tables, joins: bool) -> Structure:
     return full  # type: ignore[no-any-return]
 
 
-def backward_refined_parts(by_query: Tables, by_key: Tables) -> dict[str, int]:
+def backward_refined_parts(by_query: Tables, by_key: Tables, tile: Tile) -> dict[str, int]:
     """Whole numbers that refined plans take: pairs and runs of either, and what is found of tiles, a byte a warp."""
     parts: dict[str, int] = {}
     for name, x in {"by_query": by_query, "by_key": by_key}.items():
         n_offsets = x.runs_at - x.offsets_at
         parts |= {f"offsets_{name}": 2 * n_offsets, f"runs_{name}": 3 * n_offsets * x.most_tiles}
-    return {**parts, "found": -(-(by_query.runs_at - by_query.offsets_at) * by_query.most_tiles // 2)}
+    found = (by_query.runs_at - by_query.offsets_at) * by_query.most_tiles * tile.q // 32
+    return {**parts, "found": -(-found // 4)}
 
 
 def backward_refinement_blocks(by_query: Tables, by_key: Tables, tile: Tile, threads: int) -> tuple[int, int]:

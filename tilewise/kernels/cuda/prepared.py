@@ -248,7 +248,7 @@ def _backward_refining(
     order: Sequence[int], device: int,
 ) -> Refining | None:  # fmt: skip
     """Before Hopper's backward pass, whose parameters are told that plans come in pairs; at: where the tables are."""
-    sizes = marshal.backward_refined_parts(by_query, by_key)
+    sizes = marshal.backward_refined_parts(by_query, by_key, tile)
     total = sum(sizes.values())
     if not is_unseen(spec) or by_query.most_tiles == 0 or 4 * total > marshal.REFINED_AT_MOST:
         return None
