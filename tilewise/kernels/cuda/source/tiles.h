@@ -17,6 +17,11 @@ template <int ROWS, int COLUMNS> struct Tile {
         WRITES(to, 1);
         *to = value;
     }
+    __device__ __forceinline__ float one(int row, int column WHERE) const {
+        const float* from = at(row, column, 1 HERE);
+        READS(from, 1);
+        return *from;
+    }
     __device__ __forceinline__ float2 two(int row, int column WHERE) const {
         const float* from = at(row, column, 2 HERE);
         READS(from, 2);
