@@ -63,6 +63,22 @@ PROBLEMS: dict[str, Problem] = {
     "an array read twice": Problem(
         {"score": S + load(TWICE := _array(56), K, grad=True) * load(TWICE, tw.minimum(abs(Q - K), 30), grad=True)}
     ),
+    # Several of Hopper's tiles, of 128 queries and 128 keys, or 64 keys of large heads.
+    "large, rows": Problem(
+        {"score": S - load(abs(_array(2)) / 8, H, grad=True) * abs(Q - K)}, (1, 2, 1, 140, 400, 72, 24)
+    ),
+    "large, columns": Problem(
+        {"score": S + load(_array(300), K, grad=True), "causal": True}, (1, 2, 1, 280, 300, 16, 16)
+    ),
+    "large, pairs": Problem({"score": S + load(_array(140, 136), Q, K, grad=True)}, (2, 3, 1, 140, 136, 16, 16)),
+    "large, odd pairs": Problem({"score": S + load(_array(9, 131), Q, K, grad=True)}, (2, 3, 1, 9, 131, 16, 16)),
+    "large, pairs beside another table": Problem(
+        {"score": S + load(_array(2, 20, 136), B, Q, K) + load(_array(3, 20, 136), H, Q, K, grad=True)},
+        (2, 3, 1, 20, 136, 16, 16),
+    ),
+    "large, distances": Problem({"score": tw.relative(_array(2, 300), grad=True)}, (1, 2, 1, 300, 270, 16, 16)),
+    "large heads, rows": Problem({"score": S + load(_array(70), Q, grad=True)}, (1, 1, 1, 70, 140, 248, 200)),
+    "large heads, distances": Problem({"score": tw.relative(_array(9), grad=True)}, (1, 1, 1, 70, 80, 16, 200)),
     "no rows": Problem({"score": S + load(_array(4), H, grad=True)}, (1, 4, 2, 0, 56, 8, 8)),
     "no keys": Problem({"score": S + load(_array(40), Q, grad=True)}, (1, 4, 2, 40, 0, 8, 8)),
 }  # fmt: skip
@@ -99,5 +115,7 @@ def check(name: str, tile: Tile | None, dtype: str = "float32", order: Order = O
     call, given, expected = posed(name, dtype)
     shape = Shape.of(call.spec, call.q, call.k, call.v)
     views = {what: View.of_numpy(x) for what, x in given.items()}
-    found = gradients(_Simulated(call.spec, shape, views, order, seed), call.spec, shape, tile)
+    found = gradients(
+        _Simulated(call.spec, shape, views, order, seed), call.spec, shape, tile, hopper=dtype != "float32"
+    )
     check_results(expected, {f"d_array {i}": x.astype(np.float32) for i, x in enumerate(found)})

@@ -91,7 +91,10 @@ class CudaKernel:
         prepared, every = self._prepared_backward(spec, q, k, v, saved, d_out, d_lse, tile)
         loaded = loaded_on(spec, q.device)
         grads = prepared.launch(every, loaded, spec.sinks)
-        return replace(grads, arrays=of_arrays(spec, every, loaded, tile)) if spec.wanted else grads
+        if not spec.wanted:
+            return grads
+        hopper = prepared.arrangement.hoppers is not None
+        return replace(grads, arrays=of_arrays(spec, every, loaded, tile, hopper))
 
     def prepared_backward(
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from tilewise.arrays import Array
 from tilewise.expr import Expr, Loaded
-from tilewise.kernels.cuda.array_rungs import TILED_ARRAYS
+from tilewise.kernels.cuda.array_rungs import suited
 from tilewise.kernels.cuda.marshal import Tables, blocks
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.reads import Read, readers_of_cells
@@ -33,16 +33,18 @@ class Machine(Protocol):
         """Launch source/cells.cu, on contiguous arrays."""
 
 
-def gradients(machine: Machine, spec: Attention, shape: Shape, tile: Tile | None) -> list[Any]:
-    """Of every array that wants one, in the type that sums have."""
-    return of_arrays(spec, lambda read: _Sums(machine, spec, shape, tile, read))
+def gradients(machine: Machine, spec: Attention, shape: Shape, tile: Tile | None, hopper: bool) -> list[Any]:
+    """Of every array that wants one, in the type that sums have. hopper: the backward pass was Hopper's."""
+    return of_arrays(spec, lambda read: _Sums(machine, spec, shape, tile, read, suited(read.sharing, shape, hopper)))
 
 
 class _Sums(Summing):
-    def __init__(self, machine: Machine, spec: Attention, shape: Shape, tile: Tile | None, read: Read) -> None:
+    def __init__(
+        self, machine: Machine, spec: Attention, shape: Shape, tile: Tile | None, read: Read, rung: Rung
+    ) -> None:
         super().__init__(spec, shape, read)
-        self.machine, self.rung = machine, TILED_ARRAYS[read.sharing]
-        self.tile = self.rung.fitting(tile or self.rung.default_tile(spec, shape), shape)
+        self.machine, self.rung = machine, rung
+        self.tile = rung.fitting(tile or rung.default_tile(spec, shape), shape)
 
     def rows(self) -> Any:
         return self._along_runs(self.shape.n_q)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tilewise.kernels.cuda.rungs import PLAIN, SOURCES, Rung, Tiled, up
+from tilewise.kernels.cuda import wgmma
+from tilewise.kernels.cuda.rungs import PLAIN, RUNGS, SOURCES, ForwardSm90, Rung, Tiled, parts, up
 from tilewise.kernels.reads import Sharing
 from tilewise.spec import Attention, Shape, Tile
 
@@ -44,6 +45,55 @@ class TiledArrays:
         return {}
 
 
+class Sm90Arrays:
+    """On Hopper, in half precision. A block of two warpgroups has 128 queries, and 128 keys if shared memory has room
+    for two slots of a ring, each with the operands of one product."""
+
+    name, folder, planned, persistent = "arrays_sm90", SOURCES, True, False
+    SHARED = ForwardSm90.SHARED
+    AROUND = 128 + 768 + 1024  # barriers, what is told beside tiles, and the room to align them
+    MOST_STAGES = 6
+
+    def __init__(self, sharing: Sharing) -> None:
+        self.sharing, self.by_key = sharing, sharing is Sharing.COLUMNS
+
+    def unsupported(self, shape: Shape) -> str | None:
+        if self.sharing is Sharing.DISTANCES and self._keys(shape) != 128:
+            return "diagonals go from corner to corner, and its tiles of such large heads are no squares"
+        return RUNGS["forward_sm90"].unsupported(shape)
+
+    def _keys(self, shape: Shape) -> int:
+        return 128 if max(shape.d, shape.d_v) <= 192 else 64
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return Tile(128, self._keys(shape))
+
+    def fitting(self, tile: Tile, shape: Shape) -> Tile:
+        return self.default_tile(PLAIN, shape)
+
+    def threads(self, tile: Tile) -> int:
+        return 384
+
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+        slot_bytes = (tile.q + tile.k) * max(parts(shape.d), parts(shape.d_v)) * 128
+        table_bytes = -(-tile.k * cell_bytes // 128) * tile.q * 128
+        room = self.SHARED - self.AROUND
+        uses_table = 0 < table_bytes <= room - 2 * slot_bytes
+        table_bytes = table_bytes if uses_table else 0
+        stages = min((room - table_bytes) // slot_bytes, self.MOST_STAGES)
+        return {
+            "SHARING": _NUMBERS[self.sharing],
+            "STAGES": stages,
+            "USES_TABLE": uses_table,
+            "SHARED_BYTES": stages * slot_bytes + table_bytes + self.AROUND,
+            "CONSUMER_REGISTERS": 232,
+            "PRODUCER_REGISTERS": 40,
+        }
+
+    def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
+        return {"wgmma.h": wgmma.header(shape.dtype, {tile.k})}
+
+
 class Cells:
     """Sums of rows or distances, led to the cells that they read: the same for all calls."""
 
@@ -65,5 +115,17 @@ class Cells:
 
 
 TILED_ARRAYS: dict[Sharing, Rung] = {sharing: TiledArrays(sharing) for sharing in Sharing}
+SM90_ARRAYS: dict[Sharing, Rung] = {sharing: Sm90Arrays(sharing) for sharing in Sharing}
 CELLS = Cells()
 ANY_CALL = PLAIN, Shape(1, 1, 1, 1, 1, 1, 1), Tile(1, 1)  # what CELLS is assembled for
+
+
+def suited(sharing: Sharing, shape: Shape, hopper: bool) -> Rung:
+    """The kernel that sums up. hopper: arrays lie as Hopper's copy engine takes them."""
+    rung = SM90_ARRAYS[sharing]
+    return rung if hopper and rung.unsupported(shape) is None else TILED_ARRAYS[sharing]
+
+
+def copies(rung: Rung) -> bool:
+    """Whether the copy engine brings its tiles."""
+    return isinstance(rung, Sm90Arrays)

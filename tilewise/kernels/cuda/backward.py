@@ -91,12 +91,12 @@ def prepared(
 
 
 def of_arrays(
-    spec: Attention, every: dict[str, Any], loaded: Sequence[Any], tile: Tile | None = None
+    spec: Attention, every: dict[str, Any], loaded: Sequence[Any], tile: Tile | None, hopper: bool
 ) -> tuple[Any, ...]:
-    """The gradients of arrays that the score reads, after a backward pass on these arrays."""
+    """The gradients of arrays that the score reads, after a backward pass on these. hopper: by Hopper's kernels."""
     shape = Shape.of(spec, every["q"], every["k"], every["v"])
     with gpu.as_current(every["q"].get_device()):
-        made = gradients(OnGpu(spec, shape, every, loaded), spec, shape, tile)
+        made = gradients(OnGpu(spec, shape, every, loaded), spec, shape, tile, hopper)
     return tuple(x.to(slot.array.dtype) for x, slot in zip(made, spec.wanted, strict=True))
 
 

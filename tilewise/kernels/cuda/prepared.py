@@ -210,11 +210,12 @@ def prepare_backward_sm90(
 
 def backward_of(
     rung: Rung, spec: Attention, shape: Shape, tile: Tile, views: dict[str, View], loaded: Sequence[View],
-    tables: Tables, numbers: Any, slope: Expr | None = None,
+    tables: Tables, numbers: Any, slope: Expr | None = None, copied: bool = False,
 ) -> tuple[Source, Any, list[int]]:  # fmt: skip
-    """A kernel's source and its Backward; and the places of the loaded arrays in it. slope: by S, unless told."""
+    """A kernel's source and its Backward; and the places of the loaded arrays in it. slope: by S, unless told. copied:
+    whether the copy engine may bring what the variant reads."""
     slope = score_slopes(spec)[S] if slope is None else slope
-    source, slots = assembled(rung, spec, shape, tile, tables=False, slope=slope)
+    source, slots = assembled(rung, spec, shape, tile, tables=copied, slope=slope)
     place = {id(slot.array): i for i, slot in enumerate(slots)}
     order = [place[id(slot.array)] for slot in spec.loaded]
     in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]

@@ -10,7 +10,7 @@ import torch
 from tilewise.arrays import Array
 from tilewise.expr import Expr, Loaded
 from tilewise.kernels.cuda import launcher, marshal
-from tilewise.kernels.cuda.array_rungs import ANY_CALL, CELLS
+from tilewise.kernels.cuda.array_rungs import ANY_CALL, CELLS, copies
 from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.prepared import Prepared, backward_of
 from tilewise.kernels.cuda.rungs import Rung
@@ -39,10 +39,15 @@ class OnGpu:
 
     def sum_up(self, rung: Rung, tile: Tile, slope: Expr, sums: Any, told: dict[str, int], count: int) -> None:
         tables, numbers = launcher.tables_on(self._device, self._spec, self._shape, tile, rung)
-        source, full, _ = backward_of(
-            rung, self._spec, self._shape, tile, self._views, self._loaded, tables, numbers, slope
+        copied = copies(rung) and all(view.address % 16 == 0 for view in self._loaded)
+        source, full, order = backward_of(
+            rung, self._spec, self._shape, tile, self._views, self._loaded, tables, numbers, slope, copied
         )
         params = marshal.sums(full, View.of_torch(sums), told)
+        if copies(rung):
+            in_order = [self._loaded[order.index(i)] for i in range(len(order))]
+            maps = marshal.sums_maps(self._views, self._shape.dtype, tile, source.table, in_order)
+            params = marshal.sums_launch(params, {name: x.encoded() for name, x in maps.items()})
         Prepared(self._device, source, count, params, [], [numbers]).launch([])
 
     def readers(

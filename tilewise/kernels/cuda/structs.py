@@ -1,5 +1,5 @@
 """The structures that kernels take, field by field as in source/params.h, items.h, sm90.h, backward.h, sm90_backward.h,
-arrays.h, cells.cu, refine.cu and refine_backward.cu."""
+arrays.h, arrays_sm90.cu, cells.cu, refine.cu and refine_backward.cu."""
 
 from __future__ import annotations
 
@@ -100,6 +100,19 @@ def sums_type(n_arrays: int) -> type[Structure]:
         ]  # fmt: skip
 
     return Sums
+
+
+SUMS_MAPS = ("q", "k", "v", "d_out", "table")
+
+
+@cache
+def sums_launch_type(n_arrays: int) -> type[Structure]:
+    """Launch of source/arrays_sm90.cu, with Sums inside."""
+
+    class SumsLaunch(Structure):
+        _fields_ = [*((name, TensorMapBytes) for name in SUMS_MAPS), ("sums", sums_type(n_arrays))]
+
+    return SumsLaunch
 
 
 class Gathering(Structure):

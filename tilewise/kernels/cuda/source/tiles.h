@@ -1,8 +1,6 @@
 // Tiles in shared memory: rows of floats, four more than there are columns, so that neighbouring rows differ in banks.
 #pragma once
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 template <int ROWS, int COLUMNS> struct Tile {
     static constexpr int STEP = COLUMNS + 4, BYTES = ROWS * STEP * 4;
     float* data;
