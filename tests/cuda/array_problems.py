@@ -46,6 +46,7 @@ PROBLEMS: dict[str, Problem] = {
     "columns": Problem({"score": S + load(_array(2, 56), HK, K, grad=True), "mask": tw.window(20)}),
     "columns, capped": Problem({"score": (S * load(_array(56), K, grad=True)) >> tw.softcap(1.5), "causal": True}),
     "pairs": Problem({"score": S + load(_array(40, 56), Q, K, grad=True), "causal": True}),
+    "few pairs": Problem({"score": S + load(_array(9, 12), Q, K, grad=True)}, (1, 3, 1, 9, 12, 8, 8)),  # split in parts
     "pairs of heads": Problem({"score": S + load(_array(2, 40, 56), HK, Q, K, grad=True), "mask": tw.window(20)}),
     "distances": Problem({"score": tw.relative(_array(4, 21), signed=True, grad=True), "causal": True}),
     "distances of all": Problem({"score": tw.relative(_array(9), grad=True)}),

@@ -69,6 +69,7 @@ MISTAKES: dict[str, Mistake] = {
     "totals written too early": Mistake("race", "rows", {f"{MEET}  // slices are no longer read": ""}),
     "only the last run": Mistake(WRONG, "rows", {"tile = run.first;": "tile = run.last - 1;"}),
     "the run before": Mistake(WRONG, "pairs", {"runs[middle].last <= k_tile": "runs[middle].last < k_tile"}),
+    "a split that begins again": Mistake(WRONG, "few pairs", {"* split / sums.splits": "* 0 / sums.splits"}),
     "one head only": Mistake(WRONG, "pairs of heads", {" + shared % sums.summed_heads": ""}),
     "the first tile of a diagonal left out": Mistake(WRONG, "distances", {"max(apart, 0) - 1;": "max(apart, 0);"}),
     "one range for two diagonals": Mistake(WRONG, "distances", {"range = i / TILE_Q;": "range = 0;"}),

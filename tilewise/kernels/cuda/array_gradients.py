@@ -18,6 +18,10 @@ from tilewise.spec import Attention, Shape, Tile
 class Machine(Protocol):
     """Where the kernels of a call run, on its arrays."""
 
+    @property
+    def at_once(self) -> int:
+        """How many large blocks run at the same time."""
+
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any: ...
 
     def tables(self, rung: Rung, tile: Tile) -> Tables:
@@ -58,9 +62,15 @@ class _Sums(Summing):
 
     def pairs(self) -> Any:
         (batch, heads), (q_tiles, k_tiles) = self.kept, self._tiles
-        shared = {"summed_batch": self.sequences // max(batch, 1), "summed_heads": self.shape.heads // max(heads, 1)}
-        told = {"kept_heads": heads, **shared}
-        return self._summed((batch, heads, self.most_q, self.most_k), batch * heads * q_tiles * k_tiles, told)
+        summed_batch, summed_heads = self.sequences // max(batch, 1), self.shape.heads // max(heads, 1)
+        count = batch * heads * q_tiles * k_tiles
+        splits = max(1, min(self.machine.at_once // max(count, 1), summed_batch * summed_heads))
+        told = {
+            "kept_batch": batch, "kept_heads": heads, "summed_batch": summed_batch, "summed_heads": summed_heads,
+            "splits": splits,
+        }  # fmt: skip
+        sums = self._summed((splits * batch, heads, self.most_q, self.most_k), splits * count, told)
+        return sums.reshape(splits, batch, *sums.shape[1:]).sum(0)
 
     def distances(self) -> tuple[Any, int]:
         (q_tiles, k_tiles), heads, side = self._tiles, self.shape.heads, self.tile.k

@@ -9,7 +9,7 @@ import torch
 
 from tilewise.arrays import Array
 from tilewise.expr import Expr, Loaded
-from tilewise.kernels.cuda import launcher, marshal
+from tilewise.kernels.cuda import gpu, launcher, marshal
 from tilewise.kernels.cuda.array_rungs import ANY_CALL, CELLS, copies
 from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.prepared import Prepared, backward_of
@@ -30,6 +30,10 @@ class OnGpu:
         self._views = {name: View(0, (), (0, 0, 0)) if x is None else View.of_torch(x) for name, x in every.items()}
         self._loaded = [View.of_torch(x) for x in loaded]
         self._device, self._on = every["q"].get_device(), every["q"].device
+
+    @property
+    def at_once(self) -> int:
+        return gpu.multiprocessors(self._device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> Any:
         return torch.zeros(shape, dtype=getattr(torch, dtype), device=self._on)

@@ -96,7 +96,7 @@ def sums_type(n_arrays: int) -> type[Structure]:
             ("backward", backward_type(n_arrays)),
             ("sums", Array),
             *((name, c_int32) for name in ("most_q", "most_k", "q_tiles", "k_tiles")),
-            *((name, c_int32) for name in ("kept_heads", "summed_batch", "summed_heads")),
+            *((name, c_int32) for name in ("kept_batch", "kept_heads", "summed_batch", "summed_heads", "splits")),
         ]  # fmt: skip
 
     return Sums

@@ -130,6 +130,8 @@ def _backward(
 class _Simulated:
     """Where gradients of arrays are summed up (array_gradients.Machine)."""
 
+    at_once = MULTIPROCESSORS
+
     def __init__(self, spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int) -> None:
         self._spec, self._shape, self._views, self._order, self._seed = spec, shape, views, order, seed
 

@@ -11,7 +11,9 @@ struct Sums {  // what these kernels are told
     // diagonal of tiles belong to two ranges, and the next diagonal's to the second of them. Packed sequences are a batch.
     Array sums;
     int most_q, most_k, q_tiles, k_tiles;  // of the longest sequences
-    int kept_heads, summed_batch, summed_heads;  // of pairs: heads that the array tells apart; how many share a cell
+    // Of pairs: batch indices and heads that the array tells apart, and how many share a cell; into how many parts these are
+    // split, each with sums of its own, where tiles are fewer than blocks that run at once.
+    int kept_batch, kept_heads, summed_batch, summed_heads, splits;
 };
 
 // A tile of scores. It begins at the tiles' multiples of TILE_Q and TILE_K in its sequence.
@@ -67,23 +69,28 @@ struct AlongRuns {
     }
 };
 
-// One tile of the array, read by several batch indices, or packed sequences, and heads.
+// One tile of the array, read by several batch indices, or packed sequences, and heads, or by a part of them.
 struct OverHeads {
     const Sums& sums;
     Place place;
-    int kept, shared;
+    int part, head;  // of sums: which of all splits and batch indices, and which head
+    int shared, end;
 
-    __device__ __forceinline__ OverHeads(const Sums& sums, int block) : sums(sums), shared(-1) {
-        kept = block / (sums.q_tiles * sums.k_tiles);
+    __device__ __forceinline__ OverHeads(const Sums& sums, int block) : sums(sums) {
+        const int kept = block / (sums.q_tiles * sums.k_tiles);
+        part = kept / sums.kept_heads;
+        head = kept % sums.kept_heads;
         place.q_tile = block / sums.k_tiles % sums.q_tiles;
         place.k_tile = block % sums.k_tiles;
+        const int split = part / sums.kept_batch, count = sums.summed_batch * sums.summed_heads;
+        shared = int(int64(count) * split / sums.splits) - 1;
+        end = int(int64(count) * (split + 1) / sums.splits);
     }
-    __device__ __forceinline__ int batch() const { return kept / sums.kept_heads; }
-    __device__ __forceinline__ int head() const { return kept % sums.kept_heads; }
     __device__ __forceinline__ bool next() {
-        while (++shared < sums.summed_batch * sums.summed_heads) {
-            enter(place.work, sums.backward.params, batch() * sums.summed_batch + shared / sums.summed_heads,
-                  head() * sums.summed_heads + shared % sums.summed_heads);
+        while (++shared < end) {
+            enter(place.work, sums.backward.params,
+                  part % sums.kept_batch * sums.summed_batch + shared / sums.summed_heads,
+                  head * sums.summed_heads + shared % sums.summed_heads);
             place.work.tile = place.q_tile;
             place.kind = kind_of_tile(sums.backward.params, place.work, place.k_tile);
             if (place.kind != EMPTY) return true;
@@ -159,6 +166,6 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const OverHeads& wa
     for (int i = threadIdx.x; i < TILE_Q * TILE_K; i += THREADS) {
         const int row = i / TILE_K, column = i % TILE_K;
         if (first_query + row < sums.most_q && first_key + column < sums.most_k)
-            row_of<float>(sums.sums, walk.batch(), walk.head(), first_query + row)[first_key + column] = totals.one(row, column);
+            row_of<float>(sums.sums, walk.part, walk.head, first_query + row)[first_key + column] = totals.one(row, column);
     }
 }
