@@ -79,7 +79,7 @@ PROBLEMS: dict[str, Problem] = {
     ),
     "large, distances": Problem({"score": tw.relative(_array(2, 300), grad=True)}, (1, 2, 1, 300, 270, 16, 16)),
     "large heads, rows": Problem({"score": S + load(_array(70), Q, grad=True)}, (1, 1, 1, 70, 140, 248, 200)),
-    "large heads, distances": Problem({"score": tw.relative(_array(9), grad=True)}, (1, 1, 1, 70, 80, 16, 200)),
+    "large heads, distances": Problem({"score": tw.relative(_array(9), grad=True)}, (1, 1, 1, 270, 150, 16, 200)),
     "no rows": Problem({"score": S + load(_array(4), H, grad=True)}, (1, 4, 2, 0, 56, 8, 8)),
     "no keys": Problem({"score": S + load(_array(40), Q, grad=True)}, (1, 4, 2, 40, 0, 8, 8)),
 }  # fmt: skip

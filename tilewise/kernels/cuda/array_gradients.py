@@ -73,10 +73,11 @@ class _Sums(Summing):
         return sums.reshape(splits, batch, *sums.shape[1:]).sum(0)
 
     def distances(self) -> tuple[Any, int]:
-        (q_tiles, k_tiles), heads, side = self._tiles, self.shape.heads, self.tile.k
-        diagonals = q_tiles + k_tiles - 1 if q_tiles and k_tiles else 0
-        ranges = self._summed((self.sequences, heads, 2, (diagonals + 1) * side), diagonals * heads * self.sequences)
-        return ranges.sum(2), 1 - k_tiles * side
+        (q_tiles, k_tiles), heads = self._tiles, self.shape.heads
+        steps = self.tile.q // self.tile.k
+        diagonals = steps * (q_tiles - 1) + k_tiles if q_tiles and k_tiles else 0
+        shape = self.sequences, heads, steps + 1, (diagonals + steps) * self.tile.k
+        return self._summed(shape, diagonals * heads * self.sequences).sum(2), 1 - k_tiles * self.tile.k
 
     @property
     def _tiles(self) -> tuple[int, int]:

@@ -58,15 +58,10 @@ class Sm90Arrays:
         self.sharing, self.by_key = sharing, sharing is Sharing.COLUMNS
 
     def unsupported(self, shape: Shape) -> str | None:
-        if self.sharing is Sharing.DISTANCES and self._keys(shape) != 128:
-            return "diagonals go from corner to corner, and its tiles of such large heads are no squares"
         return RUNGS["forward_sm90"].unsupported(shape)
 
-    def _keys(self, shape: Shape) -> int:
-        return 128 if max(shape.d, shape.d_v) <= 192 else 64
-
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return Tile(128, self._keys(shape))
+        return Tile(128, 128 if max(shape.d, shape.d_v) <= 192 else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return self.default_tile(PLAIN, shape)

@@ -7,8 +7,9 @@ constexpr int OF_ROWS = 0, OF_COLUMNS = 1, OF_PAIRS = 2, OF_DISTANCES = 3;  // S
 
 struct Sums {  // what these kernels are told
     Backward backward;  // the variant's slope is that of the score by the cell
-    // (batch, heads, n) of rows and columns; (batch, heads, queries, keys) of pairs; (batch, heads, 2, distances): those of a
-    // diagonal of tiles belong to two ranges, and the next diagonal's to the second of them. Packed sequences are a batch.
+    // (batch, heads, n) of rows and columns; (batch, heads, queries, keys) of pairs; (batch, heads, RANGES, distances): those
+    // of a diagonal of tiles are ranges of TILE_K, of which the next diagonal has all but the first too. Packed sequences are
+    // a batch.
     Array sums;
     int most_q, most_k, q_tiles, k_tiles;  // of the longest sequences
     // Of pairs: batch indices and heads that the array tells apart, and how many share a cell; into how many parts these are
@@ -99,25 +100,27 @@ struct OverHeads {
     }
 };
 
-// Tiles as many queries as keys apart, from the first on.
+// Tiles at the same distance q - k, from the first on. A tile of queries is as long as STEPS tiles of keys.
+constexpr int STEPS = SHARING == OF_DISTANCES ? TILE_Q / TILE_K : 1, RANGES = STEPS + 1;
+static_assert(SHARING != OF_DISTANCES || TILE_Q % TILE_K == 0, "the next tile of queries begins where one of keys does");
 struct AlongDiagonal {
     const Params& params;
     Place place;
     int diagonal, sequence;
 
     __device__ __forceinline__ AlongDiagonal(const Sums& sums, int block) : params(sums.backward.params) {
-        const int diagonals = sums.q_tiles + sums.k_tiles - 1, head = block / diagonals;
+        const int diagonals = STEPS * (sums.q_tiles - 1) + sums.k_tiles, head = block / diagonals;
         diagonal = block % diagonals;
         sequence = head / params.heads;
         enter(place.work, params, sequence, head % params.heads);
         const int apart = diagonal - (sums.k_tiles - 1);
-        place.q_tile = max(apart, 0) - 1;
-        place.k_tile = place.q_tile - apart;
+        place.q_tile = ceil_div(max(apart, 0), STEPS) - 1;
+        place.k_tile = STEPS * place.q_tile - apart;
     }
     __device__ __forceinline__ bool next() {
         while (true) {
             place.work.tile = ++place.q_tile;
-            place.k_tile++;
+            place.k_tile += STEPS;
             if (place.q_tile * TILE_Q >= place.work.sequence.n_q || place.k_tile * TILE_K >= place.work.sequence.n_k) return false;
             place.kind = kind_of_tile(params, place.work, place.k_tile);
             if (place.kind != EMPTY) return true;
@@ -152,12 +155,11 @@ __device__ __forceinline__ void store_sums(const Sums& sums, const AlongRuns& wa
 }
 template <int THREADS, class Totals>
 __device__ __forceinline__ void store_sums(const Sums& sums, const AlongDiagonal& walk, const Totals& totals) {
-    static_assert(SHARING != OF_DISTANCES || TILE_Q == TILE_K, "diagonals of tiles are diagonals of scores");
-    for (int i = threadIdx.x; i < 2 * TILE_Q; i += THREADS) {  // distances from the least on, and none at last
-        const int apart = i - (TILE_Q - 1), range = i / TILE_Q;
+    for (int i = threadIdx.x; i < RANGES * TILE_K; i += THREADS) {  // distances from the least on, and none at last
+        const int apart = i - (TILE_K - 1), range = i / TILE_K;
         float sum = 0;
         for (int row = max(apart, 0); row < min(TILE_Q, TILE_K + apart); row++) sum += totals.one(row, row - apart);
-        row_of<float>(sums.sums, walk.sequence, walk.place.work.h, range)[walk.diagonal * TILE_Q + i] = sum;
+        row_of<float>(sums.sums, walk.sequence, walk.place.work.h, range)[walk.diagonal * TILE_K + i] = sum;
     }
 }
 template <int THREADS, class Totals>
