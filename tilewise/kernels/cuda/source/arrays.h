@@ -53,7 +53,8 @@ struct AlongRuns {
     Run run;
     int tile;
 
-    __device__ __forceinline__ AlongRuns(const Sums& sums, int block) : params(sums.backward.params), run{0, 0, EMPTY}, tile(-1) {
+    __device__ __forceinline__ AlongRuns(const Sums& sums, int block)
+        : params(sums.backward.params), run{0, 0, EMPTY}, tile(-1) {
         place.work = work_of_block(params, block);
         runs = runs_of_tile(params, place.work);
     }
@@ -121,7 +122,8 @@ struct AlongDiagonal {
         while (true) {
             place.work.tile = ++place.q_tile;
             place.k_tile += STEPS;
-            if (place.q_tile * TILE_Q >= place.work.sequence.n_q || place.k_tile * TILE_K >= place.work.sequence.n_k) return false;
+            const Sequence& sequence = place.work.sequence;
+            if (place.q_tile * TILE_Q >= sequence.n_q || place.k_tile * TILE_K >= sequence.n_k) return false;
             place.kind = kind_of_tile(params, place.work, place.k_tile);
             if (place.kind != EMPTY) return true;
         }

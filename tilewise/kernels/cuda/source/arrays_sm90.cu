@@ -112,7 +112,8 @@ struct Producer {
             hw::mbarrier_arrive(shared.full(ring.stage));
         }
     }
-    template <int PARTS> __device__ __forceinline__ void load(const TensorMap* rows, const TensorMap* columns, const Place& place) {
+    template <int PARTS>
+    __device__ __forceinline__ void load(const TensorMap* rows, const TensorMap* columns, const Place& place) {
         const Work& work = place.work;
         if (lane == 0) {
             const uint32 full = shared.full(ring.stage);
@@ -129,7 +130,8 @@ struct Producer {
     __device__ __forceinline__ bool is_another_table(const Place& place) {
         const int2 before = at, tile_before = tile;
         at = variant::table_at(variant::head(launch.sums.backward.params, place.work));
-        tile = make_int2(place.work.sequence.origin_q + place.q_tile * TILE_Q, place.work.sequence.origin_k + place.k_tile * TILE_K);
+        const Sequence& sequence = place.work.sequence;
+        tile = make_int2(sequence.origin_q + place.q_tile * TILE_Q, sequence.origin_k + place.k_tile * TILE_K);
         return at.x != before.x || at.y != before.y || tile.x != tile_before.x || tile.y != tile_before.y;
     }
     __device__ __forceinline__ void load_table() {
@@ -155,7 +157,8 @@ struct Consumer {
     float total[TILE_K / 2], s[TILE_K / 2], d_p[TILE_K / 2];
 
     __device__ __forceinline__ Consumer(const Launch& launch, const Shared& shared)
-        : launch(launch), params(launch.sums.backward.params), shared(shared), number(threadIdx.x / 128), lane(threadIdx.x % 32) {}
+        : launch(launch), params(launch.sums.backward.params), shared(shared), number(threadIdx.x / 128),
+          lane(threadIdx.x % 32) {}
 
     __device__ __forceinline__ int first_row() const { return number * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4; }
     __device__ __forceinline__ void arrive(uint32 bar) const {

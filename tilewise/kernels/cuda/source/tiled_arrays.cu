@@ -18,12 +18,14 @@ typedef Tile<ROWS * GROUPS, SLICE> RowSlice;  // of q or d_out
 typedef Tile<KEYS * LANES, SLICE> KeySlice;  // of k or v
 typedef Tile<ROWS * GROUPS, KEYS * LANES> Totals;  // in their place, at the end
 constexpr int SLICE_BYTES = RowSlice::BYTES + KeySlice::BYTES;
-static_assert((SLICE_BYTES > Totals::BYTES ? SLICE_BYTES : Totals::BYTES) == SHARED_BYTES, "what the host asks for is what is used");
+static_assert((SLICE_BYTES > Totals::BYTES ? SLICE_BYTES : Totals::BYTES) == SHARED_BYTES,
+              "what the host asks for is what is used");
 
 // product += rows @ keys.T, of so many columns; rows are multiplied by a factor first.
 template <int COLUMNS>
-__device__ __forceinline__ void add_product(float (&product)[ROWS][KEYS], unsigned char* memory, const Element* rows, int64 row_step,
-                                            int rows_left, float factor, const Element* keys, int64 key_step, int keys_left) {
+__device__ __forceinline__ void add_product(float (&product)[ROWS][KEYS], unsigned char* memory, const Element* rows,
+                                            int64 row_step, int rows_left, float factor, const Element* keys, int64 key_step,
+                                            int keys_left) {
     const RowSlice row_slice(memory);
     const KeySlice key_slice(memory + RowSlice::BYTES);
 #pragma unroll 1
@@ -53,10 +55,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 
         // 2 s = q @ k.T, d_p = d_out @ v.T
         float s[ROWS][KEYS] = {}, d_p[ROWS][KEYS] = {};
-        add_product<D>(s, memory, row_of<const Element>(params.q, work.b, work.h, first_row), params.q.row, rows_left, params.scale,
-                       row_of<const Element>(params.k, work.b, work.hk, first_column), params.k.row, keys_left);
+        add_product<D>(s, memory, row_of<const Element>(params.q, work.b, work.h, first_row), params.q.row, rows_left,
+                       params.scale, row_of<const Element>(params.k, work.b, work.hk, first_column), params.k.row, keys_left);
         add_product<D_V>(d_p, memory, row_of<const Element>(backward.d_out, work.b, work.h, first_row), backward.d_out.row,
-                         rows_left, 1.0f, row_of<const Element>(params.v, work.b, work.hk, first_column), params.v.row, keys_left);
+                         rows_left, 1.0f, row_of<const Element>(params.v, work.b, work.hk, first_column), params.v.row,
+                         keys_left);
 
         // 3 score
         // 4 mask (PARTIAL tiles only), and rows beyond the last query, which no mask tells
