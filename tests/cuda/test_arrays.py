@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.cuda import every_lane
 from tests.cuda.array_problems import PROBLEMS, check
 from tests.cuda.mistakes import EARLY, ISSUED, UNFENCED, WRONG, Mistake, expect_told, plant
 from tests.cuda.test_ops import needs_compiler
@@ -44,6 +45,11 @@ def test_threads_in_any_order(problem: str) -> None:
     for order in (Order.BACKWARD, Order.RANDOM):
         check(problem, SMALL, order=order)
         check(f"large, {problem}", None, "bfloat16", order)
+
+
+def test_a_version_that_racecheck_understands(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, ("arrays_sm90.cu",), dict(every_lane.EDITS["arrays_sm90.cu"]))
+    check(TABLES, None, "bfloat16")
 
 
 def test_which_kernel_sums_up() -> None:
