@@ -64,7 +64,8 @@ class TiledDKeys(_TiledBackward):
 
 class _BackwardSm90:
     """What the kernels of Hopper's backward pass share. A block has 128 keys, or half of that where heads are wide. It
-    meets 64 queries at a time, or twice that where heads are small.
+    meets 64 queries at a time, or twice that where heads are small and scores are products alone: what a score reads
+    would have no room in registers, and be waited for one by one.
 
     ordered: what key tiles add to d_q is added in their order, so that it has the same bits each time.
     """
@@ -81,7 +82,8 @@ class _BackwardSm90:
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         widest = max(shape.d, shape.d_v)
-        return Tile(128 if widest <= self.SMALL else 64, 128 if widest <= self.NARROW else 64)
+        many = widest <= self.SMALL and spec.score is None
+        return Tile(128 if many else 64, 128 if widest <= self.NARROW else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return self.default_tile(PLAIN, shape)
@@ -170,9 +172,9 @@ class Hoppers:
     def _is_wide(self, shape: Shape) -> bool:
         return max(shape.d, shape.d_v) > _BackwardSm90.NARROW
 
-    def workspace(self, shape: Shape, q_tiles: int) -> dict[str, int]:
+    def workspace(self, spec: Attention, shape: Shape, q_tiles: int) -> dict[str, int]:
         """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
-        rows = q_tiles * self._first.default_tile(PLAIN, shape).q
+        rows = q_tiles * self._first.default_tile(spec, shape).q
         turns = 2 * q_tiles if self._is_wide(shape) else q_tiles
         return {"rows": 2 * rows, "sums": rows * 64 * _halved(parts(shape.d)), "turns": turns}
 
