@@ -316,6 +316,10 @@ class _RoundsTooMuch(NumpyKernel):
         ("out", 6, 119, True),
         ("out of dense", 6, 40, False),
         ("out of dense", 6, 39, True),
+        ("d_array", 6, 40, False),
+        ("d_array", 6, 39, True),
+        ("d_sinks of packed", 6, 20, False),
+        ("d_sinks of packed", 6, 19, True),
     ],
 )
 def test_luck_is_rare_or_there_is_little_of_it(name: str, lucky: int, results: int, too_often: bool) -> None:

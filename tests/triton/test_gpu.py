@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -364,6 +365,7 @@ def _extra_bytes(name: str, n: int, kernel: str, grad: bool) -> int:
     gc.collect()  # what tests before left must not go meanwhile
     for _ in range(2):
         torch.cuda.synchronize()
+        time.sleep(0.2)  # until the thread that computed gradients has let go of them
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         torch.autograd.grad(tw.attention(q, k, v, **options, kernel=kernel), wanted, d_out)
