@@ -1,0 +1,155 @@
+"""The first kernel: a block has 64 queries, and visits the tiles of 64 keys of its plan, one after the other.
+
+Everything is where a picture of the algorithm has it: tiles of q, k, v and p in shared memory, scores, acc and what a
+row is known by in registers. Nothing is done ahead. forward_sm90.py is the same for speed.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.memory import SmemAllocator
+
+from tilewise.kernels.cute.source.tiles import LOG2_E, PARTIAL, finish, matrix, online_softmax, rows_of, scores, work_of
+from tilewise.kernels.cute.source.vocabulary import (
+    THREADS,
+    by_rows,
+    loading_operand,
+    loading_rows,
+    product,
+    slice_of,
+    tile_layout,
+    transposed,
+)
+
+TILE_Q, TILE_K = 64, 64
+
+
+@cute.jit
+def launch(
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+    records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple, scale: Float32,
+    build: cutlass.Constexpr, stream,
+):  # fmt: skip
+    """q, k, v, out: (batch, heads, n, d); lse: (batch, heads, n). A block a query tile, as records has them."""
+    batch, heads, tiles = records.shape[0], records.shape[1], records.shape[2]
+    attention(q, k, v, out, lse, records, runs, sinks, arrays, scale, build).launch(
+        grid=(tiles, heads, batch), block=(THREADS, 1, 1), min_blocks_per_mp=1, stream=stream
+    )
+
+
+@cute.kernel
+def attention(
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
+    records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple, scale: Float32,
+    build: cutlass.Constexpr,
+):  # fmt: skip
+    number, h, b = cute.arch.block_idx()
+    thread, _, _ = cute.arch.thread_idx()
+    element, depth, columns = q.element_type, build.depth, build.columns
+    work = work_of(records, number, b, h, q.shape[1] // k.shape[1])
+    k_rows, v_rows = (matrix(x, b, work.place.hk, work.k_begin) for x in (k, v))
+
+    memory = SmemAllocator()
+    q_tile = memory.allocate_tensor(element, tile_layout(TILE_Q, depth, element), 16)
+    k_tile = memory.allocate_tensor(element, tile_layout(TILE_K, depth, element), 16)
+    v_tile = memory.allocate_tensor(element, tile_layout(TILE_K, columns, element), 16)
+    p_tile = memory.allocate_tensor(element, tile_layout(TILE_Q, TILE_K, element), 16)
+    copy_q, copy_v = (loading_rows(element, width, build.vector) for width in (depth, columns))
+
+    mma = product(element)
+    mine = mma.get_slice(thread)
+    s = mma.make_fragment_C(mma.partition_shape_C((TILE_Q, TILE_K)))
+    acc = mma.make_fragment_C(mma.partition_shape_C((TILE_Q, columns)))
+    at = mine.partition_C(cute.make_identity_tensor((TILE_Q, TILE_K)))
+    acc.fill(0.0)
+    rows = rows_of(acc, scale * LOG2_E if build.raw else Float32(LOG2_E))
+
+    # 1 load q
+    load_tile(q_tile, matrix(q, b, h, work.q_begin), work.first, work.n_q, copy_q, thread)
+
+    # for each kv tile of the schedule:
+    for run in cutlass.range(work.first_run, work.last_run):
+        first_tile, last_tile, kind = runs[run, 0], runs[run, 1], runs[run, 2]
+        for tile in cutlass.range(first_tile, last_tile):
+            first_key = tile * TILE_K
+            cute.arch.sync_threads()  # the tile before is no longer read
+            load_tile(k_tile, k_rows, first_key, work.n_k, copy_q, thread)
+            load_tile(v_tile, v_rows, first_key, work.n_k, copy_v, thread)
+            cute.arch.sync_threads()
+
+            # 2 s = q @ k.T
+            s.fill(0.0)
+            multiply(mma, s, q_tile, k_tile, thread, False)
+
+            # 3 score
+            # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
+            if kind == PARTIAL:
+                scores(s, at, first_key, True, work, arrays, scale, build.variant, build.raw)
+            else:
+                scores(s, at, first_key, False, work, arrays, scale, build.variant, build.raw)
+
+            # 5 row_max, rescale, p, row_sum
+            online_softmax(rows, s, acc)
+            p = cute.make_rmem_tensor_like(s, element)
+            p.store(s.load().to(element))
+            cute.autovec_copy(p, mine.partition_C(p_tile))
+            cute.arch.sync_threads()
+
+            # 6 acc = acc * rescale + p @ v
+            multiply(mma, acc, p_tile, transposed(v_tile), thread, True)
+
+    # 7 finish: acc / row_sum, lse
+    sink = sinks[h] if build.has_sinks else None
+    done = finish(rows, acc, element, sink)
+    for row in cutlass.range_constexpr(cute.size(done)):
+        query = work.first + by_rows(at)[row, 0][0]
+        if (at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
+            lse[b, h, work.q_begin + query] = done[row]
+    cute.arch.sync_threads()  # v is no longer read: out takes its place
+    result = cute.make_rmem_tensor_like(acc, element)
+    result.store(acc.load().to(element))
+    cute.autovec_copy(result, mine.partition_C(v_tile))
+    cute.arch.sync_threads()
+    store_tile(v_tile, matrix(out, b, h, work.q_begin), work.first, work.n_q, copy_v, thread)
+
+
+@cute.jit
+def load_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread):
+    """Rows of a matrix from `first` on, 0 where there are none and in columns beyond the last."""
+    mine, at = copy.get_slice(thread), cute.make_identity_tensor(tile.shape)
+    source = mine.partition_S(cute.local_tile(cute.domain_offset((first, 0), rows), tile.shape, (0, 0)))
+    target, at = mine.partition_D(tile), mine.partition_S(at)
+    for i in cutlass.range(cute.size(target, mode=[1]), unroll=4):
+        for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
+            if cute.elem_less(at[0, i, j], (n - first, rows.shape[1])):
+                cute.copy(copy, source[None, i, j], target[None, i, j])
+            else:
+                target[None, i, j].fill(0.0)
+
+
+@cute.jit
+def store_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread):
+    """The other way round: rows and columns that are none are left out."""
+    mine, at = copy.get_slice(thread), cute.make_identity_tensor(tile.shape)
+    target = mine.partition_D(cute.local_tile(cute.domain_offset((first, 0), rows), tile.shape, (0, 0)))
+    source, at = mine.partition_S(tile), mine.partition_S(at)
+    for i in cutlass.range_constexpr(cute.size(source, mode=[1])):
+        for j in cutlass.range_constexpr(cute.size(source, mode=[2])):
+            if cute.elem_less(at[0, i, j], (n - first, rows.shape[1])):
+                cute.copy(copy, source[None, i, j], target[None, i, j])
+
+
+@cute.jit
+def multiply(mma: cutlass.Constexpr, acc, a_tile, b_tile, thread, b_transposed: cutlass.Constexpr):
+    """acc += a_tile @ b_tile.T, a slice of both at a time."""
+    element, mine, width = a_tile.element_type, mma.get_slice(thread), slice_of(a_tile.element_type)
+    copy_a = cute.make_tiled_copy_A(loading_operand(element), mma)
+    copy_b = cute.make_tiled_copy_B(loading_operand(element, b_transposed), mma)
+    from_a, from_b = copy_a.get_slice(thread), copy_b.get_slice(thread)
+    for i in cutlass.range(a_tile.shape[1] // width, unroll_full=element is not Float32):
+        a_slice = cute.local_tile(a_tile, (a_tile.shape[0], width), (0, i))
+        b_slice = cute.local_tile(b_tile, (b_tile.shape[0], width), (0, i))
+        a, b = mma.make_fragment_A(mine.partition_A(a_slice)), mma.make_fragment_B(mine.partition_B(b_slice))
+        cute.copy(copy_a, from_a.partition_S(a_slice), from_a.retile(a))
+        cute.copy(copy_b, from_b.partition_S(b_slice), from_b.retile(b))
+        cute.gemm(mma, acc, a, b, acc)

@@ -1,0 +1,196 @@
+"""What kernels share: records of tiles, scores of a tile, the online softmax."""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from tilewise.kernels.cute.source.operations import maximum, where
+from tilewise.kernels.cute.source.vocabulary import by_rows
+
+PARTIAL = 1  # kinds of tiles, as in schedule.py
+LOG2_E = 1.4426950408889634
+LN_2 = 0.693147182464599609375  # in float32
+LN_2_REST = -1.904654323148236e-9  # what it lacks
+INFINITY = float("inf")
+
+
+class Place(NamedTuple):
+    """What variables begin at."""
+
+    b: Int32
+    h: Int32
+    hk: Int32
+    origin_q: Int32
+    origin_k: Int32
+    total_q: Int32
+    total_k: Int32
+    packed_q: Int32
+    packed_k: Int32
+
+
+class Work(NamedTuple):
+    """A tile of queries: the first, where its sequence's rows begin and how many there are, its runs of key tiles."""
+
+    first: Int32
+    q_begin: Int32
+    k_begin: Int32
+    n_q: Int32
+    n_k: Int32
+    first_run: Int32
+    last_run: Int32
+    place: Place
+
+
+def work_of(records, number, b, h, group):
+    """Fields of a record as in tables.py."""
+    first, q_begin, k_begin, n_q, n_k, first_run, n_runs, batch, *place = (
+        records[b, h, number, field] for field in range(14)
+    )
+    return Work(
+        first, q_begin, k_begin, n_q, n_k, first_run, first_run + n_runs, Place(batch + b, h, h // group, *place)
+    )
+
+
+def matrix(x, b, h, begin):
+    """The rows of one head, from one on."""
+    return cute.domain_offset((begin, 0), x[b, h, None, None])
+
+
+def scores(s, at, first_key, masked, work, arrays, scale, variant, raw):
+    """Products of q and k as scores, -inf where a key does not count. at: where in the tile each of them is."""
+    for i in range(cute.size(s)):
+        query, key = work.first + at[i][0], first_key + at[i][1]
+        # 3 score
+        if not raw:
+            s[i] = s[i] * scale
+        if hasattr(variant, "score"):
+            s[i] = _at(variant.score, s[i], query, key, work.place, arrays)
+        # 4 mask (PARTIAL tiles only)
+        if masked:
+            counts = (key < work.n_k) & (query < work.n_q)
+            if hasattr(variant, "mask"):
+                counts = counts & _at(variant.mask, s[i], query, key, work.place, arrays)
+            s[i] = where(counts, s[i], Float32(-INFINITY))
+
+
+def _at(function, s, query, key, place, arrays):
+    """A function of the variant, for one score. query, key: within the sequence."""
+    b, h, hk, origin_q, origin_k, total_q, total_k, packed_q, packed_k = place
+    return function(
+        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays
+    )
+
+
+class Rows(NamedTuple):
+    """What a thread knows of its rows; softmax.py is the defining version of what becomes of it.
+
+    row_max is kept as an exponent of 2, which one fused operation takes from a score. row_sum is of the thread's own
+    keys; quads are added up in step 7.
+    """
+
+    row_max: cute.Tensor
+    largest: cute.Tensor  # row_max before it was an exponent of 2
+    row_sum: cute.Tensor
+    factor: Float32  # what scores are multiplied by to be exponents of 2
+
+
+def rows_of(acc, factor):
+    """Before their first keys."""
+    count = cute.size(by_rows(acc), mode=[0])
+    row_max, largest, row_sum = (cute.make_rmem_tensor((count,), Float32) for _ in range(3))
+    row_max.fill(-INFINITY)
+    largest.fill(-INFINITY)
+    row_sum.fill(0.0)
+    return Rows(row_max, largest, row_sum, factor)
+
+
+def online_softmax(rows, s, acc):
+    """Scores become weights p."""
+    s_rows, acc_rows = by_rows(s), by_rows(acc)
+    for row in range(cute.size(rows.row_max)):
+        # 5 row_max, rescale, p, row_sum
+        largest_here = s_rows[row, 0]
+        for column in range(1, cute.size(s_rows, mode=[1])):
+            largest_here = cute.arch.fmax(largest_here, s_rows[row, column])
+        largest_here = largest_in_quad(largest_here)
+        rows.largest[row] = maximum(rows.largest[row], largest_here)
+        new_max = maximum(rows.row_max[row], largest_here * rows.factor)
+        shift = finite(new_max)
+        rescale = exp2(rows.row_max[row] - shift)
+        rows.row_max[row] = new_max
+        row_sum = rows.row_sum[row] * rescale
+        for column in range(cute.size(s_rows, mode=[1])):
+            p = exp2(fused(s_rows[row, column], rows.factor, -shift))
+            s_rows[row, column] = p
+            row_sum = row_sum + p
+        rows.row_sum[row] = row_sum
+        # 6 acc = acc * rescale + p @ v, its first half
+        for column in range(cute.size(acc_rows, mode=[1])):
+            acc_rows[row, column] = acc_rows[row, column] * rescale
+
+
+def finish(rows, acc, element, sink):
+    """acc becomes the output, of type element; the lse of each row. sink: a logit that joins the sum, or None."""
+    lse, acc_rows = cute.make_rmem_tensor((cute.size(rows.row_max),), Float32), by_rows(acc)
+    for row in range(cute.size(rows.row_max)):
+        row_sum = sum_of_quad(rows.row_sum[row])
+        shift = finite(rows.row_max[row])
+        multiplied = row_sum + narrowing(finite(rows.largest[row]), rows.factor, -shift, element)
+        # It is 0 or infinite where row_max was rounded by more than half precision holds.
+        is_number = (multiplied > 0.0) & (multiplied < INFINITY)
+        without_keys = row_sum == 0.0
+        weight = 1.0 / where(is_number, multiplied, where(without_keys, Float32(1.0), row_sum))
+        done = fused(shift, Float32(LN_2), fused(shift, Float32(LN_2_REST), cute.math.log(row_sum)))
+        done = where(without_keys, Float32(-INFINITY), done)
+        if sink is not None:
+            joint = with_sink(done, sink)
+            weight = weight * cute.math.exp(done - finite(joint))
+            done = joint
+        lse[row] = done
+        for column in range(cute.size(acc_rows, mode=[1])):
+            acc_rows[row, column] = acc_rows[row, column] * weight
+    return lse
+
+
+def narrowing(largest, factor, shift, element):
+    """By how much the weight of the largest score changed before it was multiplied.
+
+    It is 1, unless scores are so large that row_max was rounded by much. Of a row whose weight is all on one key the
+    result is that key's v, to the last bit: gradients are differences of such numbers.
+    """
+    heaviest = exp2(fused(largest, factor, shift))
+    return heaviest.to(element).to(Float32) - heaviest
+
+
+def with_sink(lse, sink):
+    """log(exp(lse) + exp(sink))"""
+    larger = maximum(lse, sink)
+    joint = larger + cute.math.log(cute.math.exp(lse - finite(larger)) + cute.math.exp(sink - finite(larger)))
+    return where(larger == -INFINITY, larger, joint)
+
+
+def finite(row_max):
+    """The shift of the exponent; 0 for a row that has no key yet."""
+    return where(row_max == -INFINITY, Float32(0.0), row_max)
+
+
+def exp2(x):
+    return cute.math.exp2(x, fastmath=True)
+
+
+def fused(x, y, z):
+    """x * y + z, rounded once."""
+    return cute.math.fma(x, y, z)
+
+
+def largest_in_quad(x):
+    for step in (1, 2):
+        x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=step))
+    return x
+
+
+def sum_of_quad(x):
+    for step in (1, 2):
+        x = x + cute.arch.shuffle_sync_bfly(x, offset=step)
+    return x

@@ -1,0 +1,28 @@
+"""What the CuTe kernels can compute, wherever they run."""
+
+from __future__ import annotations
+
+from tilewise.kernels.cute.rungs import RUNGS, Rung
+from tilewise.spec import Attention, Shape
+
+
+def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tuple[int, int]) -> str | None:
+    """Why not this call, by any kernel, or by that one."""
+    if shape.backward:
+        return "it has no backward pass; kernel='triton' has one"
+    if spec.rope is not None:
+        return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
+    reasons = [_refused(x, shape, capability) for x in ([rung] if rung is not None else RUNGS.values())]
+    return None if None in reasons else reasons[0]
+
+
+def suited(shape: Shape, capability: tuple[int, int]) -> Rung:
+    """The fastest kernel for a call that is supported: the last of the ladder that takes it."""
+    return next(x for x in reversed(RUNGS.values()) if _refused(x, shape, capability) is None)
+
+
+def _refused(rung: Rung, shape: Shape, capability: tuple[int, int]) -> str | None:
+    if not rung.oldest <= capability <= rung.newest:
+        wanted = f"{rung.oldest[0]}.{rung.oldest[1]}{'' if rung.oldest == rung.newest else ' or newer'}"
+        return f"it is made for compute capability {wanted}, and {shape.device} has {capability[0]}.{capability[1]}"
+    return rung.unsupported(shape)
