@@ -32,11 +32,11 @@ class CuteKernel:
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         """tile: taken as a wish; a kernel has those that its layouts are made for."""
-        from tilewise.kernels.cute.launch import forward
+        from tilewise.kernels.cute.launch import chosen, forward
 
         shape = Shape.of(spec, q, k, v)
         capability = _capability(shape)
-        rung = self.rung or support.suited(shape, capability)
+        rung = chosen(self.rung or support.suited(shape, capability), self.rung is not None, q, k, v)
         with sys.modules["torch"].cuda.device_of(q):
             return forward(rung, spec, q, k, v, architecture(capability))
 

@@ -75,11 +75,7 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     from cutlass.cute.runtime import make_fake_stream
 
     source: ModuleType = import_module(f"{__package__}.source.{kernel.rung}")
-    variant = modules.module(kernel.functions)
-    build = SimpleNamespace(
-        depth=kernel.depth, columns=kernel.columns, vector=kernel.vector, raw=kernel.raw, has_sinks=kernel.has_sinks,
-        variant=variant,
-    )  # fmt: skip
+    build = SimpleNamespace(**vars(kernel), variant=modules.module(kernel.functions))
     rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(4)]
     tables = [_fake("float32", 3), _fake("int32", 4), _fake("int32", 2), _fake("float32", 1)]  # lse to sinks
     loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (tables[-1],)

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from tilewise import arrays
+from tilewise.dispatch import Unsupported
 from tilewise.kernels.cute import library
-from tilewise.kernels.cute.rungs import Rung
-from tilewise.kernels.cute.wanted import Wanted, unaligned, wanted
+from tilewise.kernels.cute.rungs import BASIC, Rung
+from tilewise.kernels.cute.wanted import wanted
 from tilewise.kernels.uploads import loaded_on, plan_on, tensor
 from tilewise.spec import Attention, Partial, Shape
 
@@ -26,32 +27,55 @@ def forward(rung: Rung, spec: Attention, q: Any, k: Any, v: Any, arch: str) -> P
         return Partial(out, lse)
     records = plan.records.expand(shape.batch, shape.heads, -1, -1)
     sinks = lse if spec.sinks is None else tensor(spec.sinks, q.device).float()
-    loaded = tuple(map(as_kernels_take, loaded_on(spec, q.device))) or (lse.view(-1),)
-    rows = [q.detach(), k.detach(), v.detach(), out]
-    kernel = chosen(rung, spec, shape, rows)
-    told = (*(_steps_in_order(x, kernel.vector) for x in rows), lse, records, plan.runs, sinks.reshape(-1), loaded)
-    library.kernel(kernel, arch)(*told, spec.scale)
+    loaded = tuple(map(as_kernels_take, loaded_on(spec, q.device))) or (lse.reshape(-1),)
+    rows = [x.detach() for x in (q, k, v, out)]
+    kernel = wanted(rung, spec, shape, aligned=all(map(is_aligned, rows)))
+    told = (*(_steps_in_order(x, kernel.vector) for x in rows), lse, records, plan.runs, sinks.contiguous().view(-1))
+    library.kernel(kernel, arch)(*told, loaded, spec.scale)
     return Partial(out, lse)
 
 
-def chosen(rung: Rung, spec: Attention, shape: Shape, rows: list[Any]) -> Wanted:
-    """The kernel for arrays that lie as these."""
-    kernel = wanted(rung, spec, shape)
-    return kernel if all(map(is_aligned, rows)) else unaligned(kernel)
+def chosen(suited: Rung, named: bool, q: Any, k: Any, v: Any) -> Rung:
+    """The rung for arrays that lie as these: the one that was named, or that suits the shape, if it can load them."""
+    reason = cannot_be_copied({"q": q, "k": k, "v": v}) if suited.maps else None
+    if reason is None:
+        return suited
+    if named:
+        raise Unsupported(
+            f"the kernel {suited.name!r} cannot compute this call: {reason}; kernel='cute/basic' takes it"
+        )
+    return BASIC
+
+
+def cannot_be_copied(given: dict[str, Any]) -> str | None:
+    """Why the copy engine does not take these arrays, or None."""
+    for name, x in given.items():
+        if x.data_ptr() % _ALIGNED:
+            return f"{name} does not begin at a multiple of {_ALIGNED} bytes"
+        for step in _steps(x):
+            if step % _ALIGNED or not 0 < step < 2**40:
+                return (
+                    f"{name} has rows, heads or batches {step} bytes apart; TMA takes positive multiples of {_ALIGNED}"
+                )
+    return None
 
 
 def is_aligned(x: Any) -> bool:
     """Whether its rows begin at multiples of 16 bytes, and are as many bytes long."""
-    steps = [step for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return all(n * x.element_size() % _ALIGNED == 0 for n in (x.shape[-1], *steps)) and x.data_ptr() % _ALIGNED == 0
+    numbers = (x.data_ptr(), x.shape[-1] * x.element_size(), *_steps(x))
+    return all(n % _ALIGNED == 0 for n in numbers)
+
+
+def _steps(x: Any) -> list[int]:
+    """From row to row, head to head and batch to batch, in bytes. That of a dimension of size 1 is never taken."""
+    sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return [step * x.element_size() for size, step in sizes if size > 1]
 
 
 def _steps_in_order(x: Any, vector: int) -> Any:
     """With steps that are multiples of `vector`: of a dimension of size 1 PyTorch may tell any."""
-    if all(step % vector == 0 for step in x.stride()[:-1]):
-        return x
-    steps = [step if size > 1 else vector for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return x.as_strided(x.shape, (*steps, 1))
+    sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.as_strided(x.shape, (*(step if size > 1 else vector for size, step in sizes), 1))
 
 
 def as_kernels_take(x: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tilewise.schedule import itemsize
 from tilewise.spec import Shape, Tile
 
 
@@ -14,6 +13,7 @@ class Rung(Protocol):
     name: str
     oldest: tuple[int, int]  # the compute capability that it needs
     newest: tuple[int, int]
+    maps: bool  # its tiles come by the copy engine, which does not take arrays that lie anyhow
 
     def unsupported(self, shape: Shape) -> str | None:
         """Why it cannot compute calls of this shape."""
@@ -23,15 +23,11 @@ class Rung(Protocol):
     def columns(self, d: int) -> int:
         """As many of a head's as it multiplies: those beyond the head are 0."""
 
-    def shared_bytes(self, shape: Shape) -> int:
-        """What a block keeps in shared memory."""
-
 
 class Basic:
-    name, oldest, newest = "basic", (8, 0), (99, 0)
+    name, oldest, newest, maps = "basic", (8, 0), (99, 0), False
     DTYPES = ("float16", "bfloat16", "float32")
     MOST_D = 256
-    ROOM = 227 << 10  # bytes of shared memory; GPUs that have less refuse the launch
 
     def unsupported(self, shape: Shape) -> str | None:
         if shape.dtype not in self.DTYPES:
@@ -46,10 +42,30 @@ class Basic:
     def columns(self, d: int) -> int:
         return max(1 << (d - 1).bit_length(), 16)
 
-    def shared_bytes(self, shape: Shape) -> int:
-        size = itemsize(shape.dtype)
-        rows = sum(self.columns(d) * size + 16 for d in (shape.d, shape.d, shape.d_v, 64))
-        return 64 * rows
+
+class ForwardSm90:
+    """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
+
+    name, oldest, newest, maps = "forward_sm90", (9, 0), (9, 0), True
+    DTYPES = ("float16", "bfloat16")
+    MOST_D = 256
+
+    def unsupported(self, shape: Shape) -> str | None:
+        if shape.dtype not in self.DTYPES:
+            return f"it multiplies {' and '.join(self.DTYPES)}, and the arrays are {shape.dtype}"
+        if max(shape.d, shape.d_v) > self.MOST_D or shape.d % 8 or shape.d_v % 8:
+            taken = f"multiples of 8 up to {self.MOST_D}"
+            return f"it takes head dimensions that are {taken}, and they are {shape.d} and {shape.d_v}"
+        if shape.n_k == 0 or shape.n_q == 0:
+            return "there is nothing to load"
+        return None
+
+    def tile(self, shape: Shape) -> Tile:
+        return Tile(128, 128 if max(shape.d, shape.d_v) <= 128 else 64)
+
+    def columns(self, d: int) -> int:
+        return 64 if d <= 64 else 128 if d <= 128 else 256
 
 
-RUNGS: dict[str, Rung] = {rung.name: rung for rung in (Basic(),)}
+BASIC = Basic()
+RUNGS: dict[str, Rung] = {rung.name: rung for rung in (BASIC, ForwardSm90())}

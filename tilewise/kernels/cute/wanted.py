@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tilewise import arrays
 from tilewise.kernels.cute import modules
 from tilewise.kernels.cute.rungs import Rung
 from tilewise.schedule import itemsize
-from tilewise.spec import Attention, Shape
+from tilewise.spec import Attention, Shape, Tile
 
 _SOURCES = Path(__file__).with_name("source")
 
@@ -20,11 +20,13 @@ _SOURCES = Path(__file__).with_name("source")
 class Wanted:
     rung: str
     dtype: str
+    tile: Tile
     depth: int  # columns of q and k, with those of zeros that are added
     columns: int  # of v
     vector: int  # numbers of a row that lie at a multiple of their size in bytes, and are loaded at once
     raw: bool  # scores stay products of q and k up to the exponent, which then has the scale in it
     has_sinks: bool
+    packed: bool  # sequences lie one behind the other
     loaded: tuple[tuple[str, int], ...]  # the type and the rank of each array that the variant reads
     functions: str  # the variant's, as Python
 
@@ -42,14 +44,10 @@ def wanted(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -> W
     """aligned: rows of q, k, v and the output begin at multiples of 16 bytes."""
     loaded = tuple((arrays.dtype_name(slot.array), max(len(slot.array.shape), 1)) for slot in spec.loaded)
     return Wanted(
-        rung.name, shape.dtype, rung.columns(shape.d), rung.columns(shape.d_v),
+        rung.name, shape.dtype, rung.tile(shape), rung.columns(shape.d), rung.columns(shape.d_v),
         16 // itemsize(shape.dtype) if aligned else 1,
-        spec.raw_scores, spec.sinks is not None, loaded, modules.text(spec),
+        spec.raw_scores, spec.sinks is not None, spec.lengths is not None, loaded, modules.text(spec),
     )  # fmt: skip
-
-
-def unaligned(kernel: Wanted) -> Wanted:
-    return replace(kernel, vector=1)
 
 
 @cache
