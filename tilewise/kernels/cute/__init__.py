@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tilewise.kernels.cute import library, support
+from tilewise.kernels.cute import compiler, library, support
 from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.wanted import wanted
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
@@ -25,7 +26,16 @@ class CuteKernel:
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         if not shape.device.startswith("cuda"):
             return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
-        return support.unsupported(spec, shape, self.rung, _capability(shape))
+        capability = _capability(shape)
+        return support.unsupported(spec, shape, self.rung, capability) or self._not_built(spec, shape, capability)
+
+    def _not_built(self, spec: Attention, shape: Shape, capability: tuple[int, int]) -> str | None:
+        """Why there is no kernel for a call that could be computed: none was built, and there is no compiler."""
+        reason = compiler.not_installed()
+        kernel = wanted(self.rung or support.suited(shape, capability), spec, shape)
+        if reason is None or library.is_built(kernel, architecture(capability)):
+            return None
+        return f"no kernel for it was built ahead of time ({kernel}), and to compile one {reason}"
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return (self.rung or support.suited(shape, _capability(shape))).tile(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from tilewise.schedule import itemsize
 from tilewise.spec import Shape, Tile
 
 
@@ -23,6 +24,9 @@ class Rung(Protocol):
     def columns(self, d: int) -> int:
         """As many of a head's as it multiplies: those beyond the head are 0."""
 
+    def shared_bytes(self, shape: Shape) -> int:
+        """Of shared memory that a block needs at least."""
+
 
 class Basic:
     name, oldest, newest, maps = "basic", (8, 0), (99, 0), False
@@ -41,6 +45,11 @@ class Basic:
 
     def columns(self, d: int) -> int:
         return max(1 << (d - 1).bit_length(), 16)
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Tiles of q, k, v and p, whose rows are 16 bytes apart, and what the DSL keeps for itself."""
+        widths = self.columns(shape.d), self.columns(shape.d), self.columns(shape.d_v), 64
+        return 64 * sum(width * itemsize(shape.dtype) + 16 for width in widths) + 1024
 
 
 class ForwardSm90:
@@ -65,6 +74,11 @@ class ForwardSm90:
 
     def columns(self, d: int) -> int:
         return 64 if d <= 64 else 128 if d <= 128 else 256
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """With two stages, which all of its heads have room for."""
+        tile, depth, columns = self.tile(shape), self.columns(shape.d), self.columns(shape.d_v)
+        return 2 * (tile.q * depth + 2 * tile.k * (depth + columns)) + 2048
 
 
 BASIC = Basic()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from tilewise.kernels.cute.rungs import RUNGS, Rung
+from tilewise.kernels.cute.rungs import BASIC, RUNGS, Rung
 from tilewise.spec import Attention, Shape
+
+# Bytes that a block may take, by compute capability; of others the least is taken for granted.
+SHARED_MEMORY = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
+LEAST_SHARED_MEMORY = 99 << 10
+DTYPES, MOST_D, OLDEST = BASIC.DTYPES, BASIC.MOST_D, BASIC.oldest  # of the rung that takes the most
 
 
 def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tuple[int, int]) -> str | None:
@@ -25,4 +30,14 @@ def _refused(rung: Rung, shape: Shape, capability: tuple[int, int]) -> str | Non
     if not rung.oldest <= capability <= rung.newest:
         wanted = f"{rung.oldest[0]}.{rung.oldest[1]}{'' if rung.oldest == rung.newest else ' or newer'}"
         return f"it is made for compute capability {wanted}, and {shape.device} has {capability[0]}.{capability[1]}"
-    return rung.unsupported(shape)
+    return rung.unsupported(shape) or _no_room(rung, shape, capability)
+
+
+def _no_room(rung: Rung, shape: Shape, capability: tuple[int, int]) -> str | None:
+    needed, room = rung.shared_bytes(shape), SHARED_MEMORY.get(capability, LEAST_SHARED_MEMORY)
+    if needed <= room:
+        return None
+    heads = f"heads of {shape.d} and {shape.d_v} in {shape.dtype}"
+    return (
+        f"{heads} take {needed} bytes of shared memory, and a block of {shape.device} has {room}; kernel='triton' fits"
+    )
