@@ -15,7 +15,7 @@ from tilewise import cli, dispatch
 from tilewise.expr import Expr
 from tilewise.kernels.cute import compiler, library, support
 from tilewise.kernels.cute.rungs import RUNGS
-from tilewise.kernels.cute.wanted import Wanted, wanted
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.spec import Attention, Lengths, Shape
 
 needs_compiler = pytest.mark.skipif(compiler.not_installed() is not None, reason=str(compiler.not_installed()))
@@ -28,7 +28,7 @@ def _wanted(
 ) -> Wanted:
     aligned = options.pop("aligned", True)
     spec = Attention(0.1, mask, score, **options)
-    return wanted(RUNGS[rung], spec, Shape(1, 4, 2, 100, 100, d, d, dtype), aligned)
+    return kernel_of(RUNGS[rung], spec, Shape(1, 4, 2, 100, 100, d, d, dtype), aligned)
 
 
 ALL = EXPRESSIONS["functions"] + EXPRESSIONS["division"] + EXPRESSIONS["clamped"]
@@ -57,7 +57,7 @@ def test_nothing_spills(name: str) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("d", [16, 64, 128, 256])
+@pytest.mark.parametrize("d", [16, 64, 128])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_no_head_of_the_first_kernel_spills(arch: str, dtype: str, d: int) -> None:
@@ -133,8 +133,8 @@ def test_what_a_kernel_depends_on_is_in_its_name() -> None:
         ("forward_sm90", {"n_k": 0}, HOPPER, "nothing to load"),
         ("forward_sm90", {}, AMPERE, "compute capability 9.0, and cuda:0 has 8.0"),
         ("basic", {}, (7, 5), "compute capability 8.0 or newer, and cuda:0 has 7.5"),
-        ("basic", {"d": 512}, HOPPER, "up to 256, and they are 512 and 64"),
-        ("basic", {"d": 256, "d_v": 256, "dtype": "float32"}, AMPERE, "bytes of shared memory"),
+        ("basic", {"d": 256}, HOPPER, "up to 128, and they are 256 and 64"),
+        ("basic", {"d": 128, "d_v": 128, "dtype": "float32"}, (8, 9), "bytes of shared memory"),
         (None, {"dtype": "float64"}, HOPPER, "the arrays are float64"),
         (None, {"backward": True}, HOPPER, "no backward pass"),
     ],

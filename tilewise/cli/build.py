@@ -21,7 +21,7 @@ from tilewise.cli.terminal import progress
 from tilewise.kernels.cute import architecture, compiler, library, support
 from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.rungs import RUNGS
-from tilewise.kernels.cute.wanted import Wanted, wanted
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 
 _EXAMPLES = f"""examples:
@@ -107,7 +107,7 @@ def _kernels(cell: Cell, capability: tuple[int, int]) -> Iterator[Wanted]:
     call = validate.prepare(q, k, v, **VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x))
     for rung in RUNGS.values():
         if support.unsupported(call.spec, call.shape, rung, capability) is None:
-            yield wanted(rung, call.spec, call.shape)
+            yield kernel_of(rung, call.spec, call.shape)
 
 
 def _capability(arch: str) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewise.kernels.cute import compiler, library, support
 from tilewise.kernels.cute.rungs import RUNGS
-from tilewise.kernels.cute.wanted import wanted
+from tilewise.kernels.cute.wanted import kernel_of
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
@@ -32,13 +32,13 @@ class CuteKernel:
     def _not_built(self, spec: Attention, shape: Shape, capability: tuple[int, int]) -> str | None:
         """Why there is no kernel for a call that could be computed: none was built, and there is no compiler."""
         reason = compiler.not_installed()
-        kernel = wanted(self.rung or support.suited(shape, capability), spec, shape)
+        kernel = kernel_of(self.rung or support.suited(shape, capability), spec, shape)
         if reason is None or library.is_built(kernel, architecture(capability)):
             return None
         return f"no kernel for it was built ahead of time ({kernel}), and to compile one {reason}"
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return (self.rung or support.suited(shape, _capability(shape))).tile(shape)
+        return (self.rung or support.suited(shape, _capability(shape))).tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         """tile: taken as a wish; a kernel has those that its layouts are made for."""

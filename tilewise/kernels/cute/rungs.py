@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from tilewise.schedule import itemsize
-from tilewise.spec import Shape, Tile
+from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import loads
 
 
 class Rung(Protocol):
@@ -14,12 +15,13 @@ class Rung(Protocol):
     name: str
     oldest: tuple[int, int]  # the compute capability that it needs
     newest: tuple[int, int]
+    MOST_D: int  # the largest head
     maps: bool  # its tiles come by the copy engine, which does not take arrays that lie anyhow
 
     def unsupported(self, shape: Shape) -> str | None:
         """Why it cannot compute calls of this shape."""
 
-    def tile(self, shape: Shape) -> Tile: ...
+    def tile(self, spec: Attention, shape: Shape) -> Tile: ...
 
     def columns(self, d: int) -> int:
         """As many of a head's as it multiplies: those beyond the head are 0."""
@@ -31,7 +33,7 @@ class Rung(Protocol):
 class Basic:
     name, oldest, newest, maps = "basic", (8, 0), (99, 0), False
     DTYPES = ("float16", "bfloat16", "float32")
-    MOST_D = 256
+    MOST_D = 128  # acc has a row of it for each thread: registers have no room for more
 
     def unsupported(self, shape: Shape) -> str | None:
         if shape.dtype not in self.DTYPES:
@@ -40,7 +42,7 @@ class Basic:
             return f"it takes head dimensions up to {self.MOST_D}, and they are {shape.d} and {shape.d_v}"
         return None
 
-    def tile(self, shape: Shape) -> Tile:
+    def tile(self, spec: Attention, shape: Shape) -> Tile:
         return Tile(64, 64)
 
     def columns(self, d: int) -> int:
@@ -69,16 +71,17 @@ class ForwardSm90:
             return "there is nothing to load"
         return None
 
-    def tile(self, shape: Shape) -> Tile:
-        return Tile(128, 128 if max(shape.d, shape.d_v) <= 128 else 64)
+    def tile(self, spec: Attention, shape: Shape) -> Tile:
+        """Where scores have cells of arrays to load, their addresses take registers too."""
+        largest, reads = max(shape.d, shape.d_v), spec.score is not None and bool(loads(spec.score))
+        return Tile(128, 64 if largest > 128 or (reads and largest > 64) else 128)
 
     def columns(self, d: int) -> int:
         return 64 if d <= 64 else 128 if d <= 128 else 256
 
     def shared_bytes(self, shape: Shape) -> int:
-        """With two stages, which all of its heads have room for."""
-        tile, depth, columns = self.tile(shape), self.columns(shape.d), self.columns(shape.d_v)
-        return 2 * (tile.q * depth + 2 * tile.k * (depth + columns)) + 2048
+        """Two stages, which all of its heads have room for."""
+        return 227 << 10
 
 
 BASIC = Basic()

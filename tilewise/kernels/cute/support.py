@@ -8,7 +8,8 @@ from tilewise.spec import Attention, Shape
 # Bytes that a block may take, by compute capability; of others the least is taken for granted.
 SHARED_MEMORY = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
 LEAST_SHARED_MEMORY = 99 << 10
-DTYPES, MOST_D, OLDEST = BASIC.DTYPES, BASIC.MOST_D, BASIC.oldest  # of the rung that takes the most
+DTYPES, OLDEST = BASIC.DTYPES, BASIC.oldest  # of the rung that takes the most
+MOST_D = max(rung.MOST_D for rung in RUNGS.values())
 
 
 def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tuple[int, int]) -> str | None:
@@ -17,8 +18,10 @@ def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tu
         return "it has no backward pass; kernel='triton' has one"
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
-    reasons = [_refused(x, shape, capability) for x in ([rung] if rung is not None else RUNGS.values())]
-    return None if None in reasons else reasons[0]
+    if rung is not None:
+        return _refused(rung, shape, capability)
+    reasons = {name: _refused(x, shape, capability) for name, x in RUNGS.items()}
+    return None if None in reasons.values() else "; ".join(f"{name}: {told}" for name, told in reasons.items())
 
 
 def suited(shape: Shape, capability: tuple[int, int]) -> Rung:

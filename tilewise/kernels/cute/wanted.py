@@ -40,11 +40,11 @@ class Wanted:
         return f"{self.rung}, {self.dtype}, heads up to {heads}{'' if self.vector > 1 else ', not aligned'}"
 
 
-def wanted(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -> Wanted:
+def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -> Wanted:
     """aligned: rows of q, k, v and the output begin at multiples of 16 bytes."""
     loaded = tuple((arrays.dtype_name(slot.array), max(len(slot.array.shape), 1)) for slot in spec.loaded)
     return Wanted(
-        rung.name, shape.dtype, rung.tile(shape), rung.columns(shape.d), rung.columns(shape.d_v),
+        rung.name, shape.dtype, rung.tile(spec, shape), rung.columns(shape.d), rung.columns(shape.d_v),
         16 // itemsize(shape.dtype) if aligned else 1,
         spec.raw_scores, spec.sinks is not None, spec.lengths is not None, loaded, modules.text(spec),
     )  # fmt: skip

@@ -9,7 +9,17 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.memory import SmemAllocator
 
-from tilewise.kernels.cute.source.tiles import LOG2_E, PARTIAL, finish, matrix, online_softmax, rows_of, scores, work_of
+from tilewise.kernels.cute.source.tiles import (
+    LOG2_E,
+    PARTIAL,
+    finish,
+    mask,
+    matrix,
+    online_softmax,
+    rows_of,
+    score,
+    work_of,
+)
 from tilewise.kernels.cute.source.vocabulary import (
     THREADS,
     by_rows,
@@ -82,17 +92,15 @@ def attention(
             multiply(mma, s, q_tile, k_tile, thread, False)
 
             # 3 score
+            score(s, at, first_key, work, arrays, scale, build)
+
             # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
             if kind == PARTIAL:
-                scores(s, at, first_key, True, work, arrays, scale, build.variant, build.raw)
-            else:
-                scores(s, at, first_key, False, work, arrays, scale, build.variant, build.raw)
+                mask(s, at, first_key, work, arrays, build)
 
             # 5 row_max, rescale, p, row_sum
             online_softmax(rows, s, acc)
-            p = cute.make_rmem_tensor_like(s, element)
-            p.store(s.load().to(element))
-            cute.autovec_copy(p, mine.partition_C(p_tile))
+            write_product(p_tile, s, mma, thread)  # p
             cute.arch.sync_threads()
 
             # 6 acc = acc * rescale + p @ v
@@ -106,9 +114,7 @@ def attention(
         if (at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
             lse[b, h, work.q_begin + query] = done[row]
     cute.arch.sync_threads()  # v is no longer read: out takes its place
-    result = cute.make_rmem_tensor_like(acc, element)
-    result.store(acc.load().to(element))
-    cute.autovec_copy(result, mine.partition_C(v_tile))
+    write_product(v_tile, acc, mma, thread)
     cute.arch.sync_threads()
     store_tile(v_tile, matrix(out, b, h, work.q_begin), work.first, work.n_q, copy_v, thread)
 
@@ -137,6 +143,14 @@ def store_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread):
         for j in cutlass.range_constexpr(cute.size(source, mode=[2])):
             if cute.elem_less(at[0, i, j], (n - first, rows.shape[1])):
                 cute.copy(copy, source[None, i, j], target[None, i, j])
+
+
+@cute.jit
+def write_product(tile, product, mma: cutlass.Constexpr, thread):
+    """From registers to shared memory, narrowed to the type that is there."""
+    narrow = cute.make_rmem_tensor_like(product, tile.element_type)
+    narrow.store(product.load().to(tile.element_type))
+    cute.autovec_copy(narrow, mma.get_slice(thread).partition_C(tile))
 
 
 @cute.jit

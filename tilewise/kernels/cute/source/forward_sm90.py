@@ -12,10 +12,11 @@ from tilewise.kernels.cute.source.tiles import (
     LOG2_E,
     PARTIAL,
     finish,
+    mask,
     matrix,
     online_softmax,
     rows_of,
-    scores,
+    score,
     work_of,
 )
 from tilewise.kernels.cute.source.vocabulary import (
@@ -32,7 +33,7 @@ from tilewise.kernels.cute.source.vocabulary import (
 
 SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those that are for barriers
 MOST_STAGES = 4
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of a thread
 
 
 def stages_of(build, element):
@@ -75,7 +76,6 @@ def attention(
     scale: Float32, group: cutlass.Int32, build: cutlass.Constexpr,
 ):  # fmt: skip
     number, h, b = cute.arch.block_idx()
-    work = work_of(records, number, b, h, group)
     element, consumers = out.element_type, build.tile.q // 64
 
     memory = SmemAllocator()
@@ -90,11 +90,13 @@ def attention(
     if warpgroup_number == 0:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if is_producer:
+            work = work_of(records, number, b, h, group)
             hk = work.place.hk
             produce(q_map, q_rows[None, None, h, b], q_tile, q_stages, k_map, k_rows[None, None, hk, b], k_tile,
                     k_stages, v_map, v_rows[None, None, hk, b], v_tile, v_stages, work, runs, build)  # fmt: skip
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+        work = work_of(records, number, b, h, group)
         consume(q_tile, k_tile, v_tile, q_stages, k_stages, v_stages, warpgroup_number - 1, work, runs, b, h,
                 out, lse, sinks, arrays, scale, build)  # fmt: skip
 
@@ -117,8 +119,8 @@ def produce(
     place = q_producer.acquire_and_advance()
     cute.copy(q_map, q_from[None, 0], q_to[None, place.index], tma_bar_ptr=place.barrier)
     # for each kv tile of the schedule:
-    for run in cutlass.range(work.first_run, work.last_run):
-        for tile in cutlass.range(runs[run, 0], runs[run, 1]):
+    for run in cutlass.range(work.first_run, work.last_run, unroll=1):
+        for tile in cutlass.range(runs[run, 0], runs[run, 1], unroll=1):
             place = k_producer.acquire_and_advance()
             cute.copy(k_map, k_from[None, tile], k_to[None, place.index], tma_bar_ptr=place.barrier)
             place = v_producer.acquire_and_advance()
@@ -157,9 +159,9 @@ def consume(
     # 1 load q
     q_consumer.wait_and_advance()
     # for each kv tile of the schedule:
-    for run in cutlass.range(work.first_run, work.last_run):
+    for run in cutlass.range(work.first_run, work.last_run, unroll=1):
         first_tile, last_tile, kind = runs[run, 0], runs[run, 1], runs[run, 2]
-        for tile in cutlass.range(first_tile, last_tile):
+        for tile in cutlass.range(first_tile, last_tile, unroll=1):
             first_key = tile * build.tile.k
             # 2 s = q @ k.T
             place = k_consumer.wait_and_advance()
@@ -169,11 +171,11 @@ def consume(
             place.release()
 
             # 3 score
+            score(s, at, first_key, work, arrays, scale, build)
+
             # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
             if kind == PARTIAL:
-                scores(s, at, first_key, True, work, arrays, scale, build.variant, build.raw)
-            else:
-                scores(s, at, first_key, False, work, arrays, scale, build.variant, build.raw)
+                mask(s, at, first_key, work, arrays, build)
 
             # 5 row_max, rescale, p, row_sum
             online_softmax(rows, s, acc)

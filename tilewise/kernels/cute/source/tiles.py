@@ -57,28 +57,30 @@ def matrix(x, b, h, begin):
     return cute.domain_offset((begin, 0), x[b, h, None, None])
 
 
-def scores(s, at, first_key, masked, work, arrays, scale, variant, raw):
-    """Products of q and k as scores, -inf where a key does not count. at: where in the tile each of them is."""
+def score(s, at, first_key, work, arrays, scale, build):
+    """Products of q and k as scores. at: where in the tile each of them is."""
     for i in range(cute.size(s)):
-        query, key = work.first + at[i][0], first_key + at[i][1]
-        # 3 score
-        if not raw:
+        if not build.raw:
             s[i] = s[i] * scale
-        if hasattr(variant, "score"):
-            s[i] = _at(variant.score, s[i], query, key, work.place, arrays)
-        # 4 mask (PARTIAL tiles only)
-        if masked:
-            counts = (key < work.n_k) & (query < work.n_q)
-            if hasattr(variant, "mask"):
-                counts = counts & _at(variant.mask, s[i], query, key, work.place, arrays)
-            s[i] = where(counts, s[i], Float32(-INFINITY))
+        if hasattr(build.variant, "score"):
+            s[i] = _at(build.variant.score, i, s, at, first_key, work, arrays)
 
 
-def _at(function, s, query, key, place, arrays):
-    """A function of the variant, for one score. query, key: within the sequence."""
-    b, h, hk, origin_q, origin_k, total_q, total_k, packed_q, packed_k = place
+def mask(s, at, first_key, work, arrays, build):
+    """-inf where a key does not count."""
+    for i in range(cute.size(s)):
+        counts = (first_key + at[i][1] < work.n_k) & (work.first + at[i][0] < work.n_q)
+        if hasattr(build.variant, "mask"):
+            counts = counts & _at(build.variant.mask, i, s, at, first_key, work, arrays)
+        s[i] = where(counts, s[i], Float32(-INFINITY))
+
+
+def _at(function, i, s, at, first_key, work, arrays):
+    """A function of the variant, for one score."""
+    query, key = work.first + at[i][0], first_key + at[i][1]  # within the sequence
+    b, h, hk, origin_q, origin_k, total_q, total_k, packed_q, packed_k = work.place
     return function(
-        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays
+        s[i], b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays
     )
 
 
