@@ -73,8 +73,10 @@ class ForwardSm90:
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
         """Where scores have cells of arrays to load, their addresses take registers too."""
-        largest, reads = max(shape.d, shape.d_v), spec.score is not None and bool(loads(spec.score))
-        return Tile(128, 64 if largest > 128 or (reads and largest > 64) else 128)
+        reads = spec.score is not None and bool(loads(spec.score))
+        if max(shape.d, shape.d_v) <= 128:
+            return Tile(128, 64 if reads else 128)
+        return Tile(128, 48 if reads else 64)
 
     def columns(self, d: int) -> int:
         return 64 if d <= 64 else 128 if d <= 128 else 256

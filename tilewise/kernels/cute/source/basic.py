@@ -15,6 +15,7 @@ from tilewise.kernels.cute.source.tiles import (
     finish,
     mask,
     matrix,
+    multiply_rows,
     online_softmax,
     rows_of,
     score,
@@ -99,11 +100,12 @@ def attention(
                 mask(s, at, first_key, work, arrays, build)
 
             # 5 row_max, rescale, p, row_sum
-            online_softmax(rows, s, acc)
+            rescale = online_softmax(rows, s)
             write_product(p_tile, s, mma, thread)  # p
             cute.arch.sync_threads()
 
             # 6 acc = acc * rescale + p @ v
+            multiply_rows(acc, rescale)
             multiply(mma, acc, p_tile, transposed(v_tile), thread, True)
 
     # 7 finish: acc / row_sum, lse

@@ -1,5 +1,9 @@
 """Hopper's own way: a producer warp keeps the copy engine (TMA) busy with tiles of q, k and v; consumer warpgroups,
 each with 64 queries of the tile, multiply them with wgmma and do the softmax in between.
+
+The products of a step run while the exponentials of the step before are taken: s of one key tile is issued together
+with acc += p @ v of the tile before it. Where heads are large, one warpgroup multiplies while the other takes
+exponentials.
 """
 
 import cutlass
@@ -14,6 +18,7 @@ from tilewise.kernels.cute.source.tiles import (
     finish,
     mask,
     matrix,
+    multiply_rows,
     online_softmax,
     rows_of,
     score,
@@ -33,6 +38,7 @@ from tilewise.kernels.cute.source.vocabulary import (
 
 SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those that are for barriers
 MOST_STAGES = 4
+TURNS = 2  # the first of the barriers by which warpgroups take turns
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of a thread
 
 
@@ -159,36 +165,65 @@ def consume(
     # 1 load q
     q_consumer.wait_and_advance()
     # for each kv tile of the schedule:
-    for run in cutlass.range(work.first_run, work.last_run, unroll=1):
-        first_tile, last_tile, kind = runs[run, 0], runs[run, 1], runs[run, 2]
-        for tile in cutlass.range(first_tile, last_tile, unroll=1):
-            first_key = tile * build.tile.k
-            # 2 s = q @ k.T
-            place = k_consumer.wait_and_advance()
-            warpgroup.fence()
-            multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
-            warpgroup.wait_group(0)
-            place.release()
+    if work.first_run < work.last_run:
+        pass_first_turn(number, build)
+        # The first tile: no product of its weights is under way yet.
+        tile = runs[work.first_run, 0]
+        place = k_consumer.wait_and_advance()
+        take_turn(number, build)
+        warpgroup.fence()
+        multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
+        pass_turn(number, build)
+        warpgroup.wait_group(0)
+        place.release()
+        score(s, at, tile * build.tile.k, work, arrays, scale, build)
+        if runs[work.first_run, 2] == PARTIAL:
+            mask(s, at, tile * build.tile.k, work, arrays, build)
+        online_softmax(rows, s)
+        p.store(s.load().to(element).reshape(p.shape))
 
-            # 3 score
-            score(s, at, first_key, work, arrays, scale, build)
+        first_key = tile * build.tile.k  # of the tile that p has the weights of
+        for run in cutlass.range(work.first_run, work.last_run, unroll=1):
+            first_tile, last_tile, kind = runs[run, 0], runs[run, 1], runs[run, 2]
+            if run == work.first_run:
+                first_tile = first_tile + 1
+            for tile in cutlass.range(first_tile, last_tile, unroll=1):
+                # 2 s = q @ k.T, and the product of the tile before
+                place = k_consumer.wait_and_advance()
+                place_v = v_consumer.wait_and_advance()
+                if cutlass.const_expr(build.packed):
+                    clear_keys(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build)
+                take_turn(number, build)
+                warpgroup.fence()
+                multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
+                multiply(pv, acc, p, v[None, None, None, place_v.index], True)
+                pass_turn(number, build)
+                warpgroup.wait_group(1)
+                place.release()
+                first_key = tile * build.tile.k
 
-            # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
-            if kind == PARTIAL:
-                mask(s, at, first_key, work, arrays, build)
+                # 3 score
+                score(s, at, first_key, work, arrays, scale, build)
 
-            # 5 row_max, rescale, p, row_sum
-            online_softmax(rows, s, acc)
-            p.store(s.load().to(element).reshape(p.shape))
+                # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
+                if kind == PARTIAL:
+                    mask(s, at, first_key, work, arrays, build)
 
-            # 6 acc = acc * rescale + p @ v
-            place = v_consumer.wait_and_advance()
-            if cutlass.const_expr(build.packed):
-                clear_keys(v_tile[None, None, place.index], work.n_k - first_key, thread, build)
-            warpgroup.fence()
-            multiply(pv, acc, p, v[None, None, None, place.index], True)
-            warpgroup.wait_group(0)
-            place.release()
+                # 5 row_max, rescale, p, row_sum
+                rescale = online_softmax(rows, s)
+                warpgroup.wait_group(0)
+                place_v.release()
+
+                # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
+                multiply_rows(acc, rescale)
+                p.store(s.load().to(element).reshape(p.shape))
+        place_v = v_consumer.wait_and_advance()
+        if cutlass.const_expr(build.packed):
+            clear_keys(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build)
+        warpgroup.fence()
+        multiply(pv, acc, p, v[None, None, None, place_v.index], True)
+        warpgroup.wait_group(0)
+        place_v.release()
 
     # 7 finish: acc / row_sum, lse
     sink = sinks[h] if build.has_sinks else None
@@ -206,6 +241,28 @@ def multiply(product, acc, a, b, adds):
     for i in range(cute.size(a, mode=[2])):
         cute.gemm(product[adds or i > 0], acc, a[None, None, i], b[None, None, i], acc)
     warpgroup.commit_group()
+
+
+def take_turn(number, build):
+    """Warpgroups take turns to issue products, so that one's exponentials run beside the other's products."""
+    if in_turns(build):
+        cute.arch.barrier(barrier_id=TURNS + number, number_of_threads=2 * WARPGROUP)
+
+
+def pass_turn(number, build):
+    if in_turns(build):
+        cute.arch.barrier_arrive(barrier_id=TURNS + 1 - number, number_of_threads=2 * WARPGROUP)
+
+
+@cute.jit
+def pass_first_turn(number, build: cutlass.Constexpr):
+    """The first warpgroup begins."""
+    if number == 1:
+        pass_turn(number, build)
+
+
+def in_turns(build):
+    return build.tile.q == 2 * 64 and build.depth > 64
 
 
 @cute.jit

@@ -107,11 +107,10 @@ def rows_of(acc, factor):
     return Rows(row_max, largest, row_sum, factor)
 
 
-def online_softmax(rows, s, acc):
-    """Scores become weights p."""
-    s_rows, acc_rows = by_rows(s), by_rows(acc)
+def online_softmax(rows, s):
+    """Scores become weights p; what acc is to be multiplied by, for each row."""
+    s_rows, rescales = by_rows(s), cute.make_rmem_tensor_like(rows.row_max)
     for row in range(cute.size(rows.row_max)):
-        # 5 row_max, rescale, p, row_sum
         largest_here = s_rows[row, 0]
         for column in range(1, cute.size(s_rows, mode=[1])):
             largest_here = cute.arch.fmax(largest_here, s_rows[row, column])
@@ -127,14 +126,20 @@ def online_softmax(rows, s, acc):
             s_rows[row, column] = p
             row_sum = row_sum + p
         rows.row_sum[row] = row_sum
-        # 6 acc = acc * rescale + p @ v, its first half
+        rescales[row] = rescale
+    return rescales
+
+
+def multiply_rows(acc, factors):
+    acc_rows = by_rows(acc)
+    for row in range(cute.size(factors)):
         for column in range(cute.size(acc_rows, mode=[1])):
-            acc_rows[row, column] = acc_rows[row, column] * rescale
+            acc_rows[row, column] = acc_rows[row, column] * factors[row]
 
 
 def finish(rows, acc, element, sink):
     """acc becomes the output, of type element; the lse of each row. sink: a logit that joins the sum, or None."""
-    lse, acc_rows = cute.make_rmem_tensor((cute.size(rows.row_max),), Float32), by_rows(acc)
+    lse, weights = (cute.make_rmem_tensor_like(rows.row_max) for _ in range(2))
     for row in range(cute.size(rows.row_max)):
         row_sum = sum_of_quad(rows.row_sum[row])
         shift = finite(rows.row_max[row])
@@ -142,16 +147,14 @@ def finish(rows, acc, element, sink):
         # It is 0 or infinite where row_max was rounded by more than half precision holds.
         is_number = (multiplied > 0.0) & (multiplied < INFINITY)
         without_keys = row_sum == 0.0
-        weight = 1.0 / where(is_number, multiplied, where(without_keys, Float32(1.0), row_sum))
+        weights[row] = 1.0 / where(is_number, multiplied, where(without_keys, Float32(1.0), row_sum))
         done = fused(shift, Float32(LN_2), fused(shift, Float32(LN_2_REST), cute.math.log(row_sum)))
-        done = where(without_keys, Float32(-INFINITY), done)
+        lse[row] = where(without_keys, Float32(-INFINITY), done)
         if sink is not None:
-            joint = with_sink(done, sink)
-            weight = weight * cute.math.exp(done - finite(joint))
-            done = joint
-        lse[row] = done
-        for column in range(cute.size(acc_rows, mode=[1])):
-            acc_rows[row, column] = acc_rows[row, column] * weight
+            joint = with_sink(lse[row], sink)
+            weights[row] = weights[row] * cute.math.exp(lse[row] - finite(joint))
+            lse[row] = joint
+    multiply_rows(acc, weights)
     return lse
 
 
