@@ -113,7 +113,7 @@ SYSTEMS = (
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", (*_CUDA_RUNGS, "unordered")),
     System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
-    System("cute", "tilewise.kernels.cute", "CuteKernel", ("basic", "forward_sm90")),
+    System("cute", "tilewise.kernels.cute", "CuteKernel", ("basic", "forward_sm90", "scaled_q", "scaled_k")),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)

@@ -24,7 +24,7 @@ from tilewise.cli.build import _capability
 from tilewise.kernels.cute import architecture, compiler, support
 from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.launch import chosen, is_aligned
-from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.rungs import LADDER, SCALED
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 from tilewise.validate import Call
@@ -54,10 +54,14 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
         # Clones lie as arrays on a GPU would, which begin at multiples of many bytes.
         q, k, v = (_clone(x) for x in (call.q, call.k, call.v))
         out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype)
-        for rung in RUNGS.values():
+        for rung in LADDER:
             if support.unsupported(call.spec, shape, rung, capability) is None:
                 taken = chosen(rung, False, q, k, v)
                 found[kernel_of(taken, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
+    scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    for x in (scaled, scaled.float()):
+        call = validate.prepare(x, x, x, causal=True)
+        found |= dict.fromkeys(kernel_of(rung, call.spec, call.shape) for rung in SCALED)
     return list(found)
 
 

@@ -38,6 +38,8 @@ KERNELS = {
     "basic, float32": ("sm_90a", _wanted("basic", "float32", 128, tw.causal())),
     "basic, not aligned": ("sm_90a", _wanted("basic", "bfloat16", 30, aligned=False)),
     "basic, all": ("sm_90a", _wanted("basic", "bfloat16", 64, tw.causal(), ALL, sinks=np.zeros(4, np.float32))),
+    "scaled q": ("sm_90a", _wanted("scaled_q", "bfloat16", 64, tw.causal())),
+    "scaled k": ("sm_80", _wanted("scaled_k", "float32", 64, tw.causal(), tw.softcap(30.0))),
     "sm90, 64": ("sm_90a", _wanted("forward_sm90", "float16", 64, tw.causal())),
     "sm90, 128": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128)),
     "sm90, 256": ("sm_90a", _wanted("forward_sm90", "bfloat16", 256, tw.causal())),

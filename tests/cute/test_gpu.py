@@ -57,6 +57,14 @@ def test_long_calls_by_the_first_kernel(dtype: Any, d: int, causal: bool) -> Non
     assert _off(out, _sdpa(q, k, v, causal)) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+@pytest.mark.parametrize("kernel", ["cute/scaled_q", "cute/scaled_k"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_scale_is_multiplied_into_q_or_k(dtype: Any, kernel: str) -> None:
+    q, k, v = _inputs(2, 4, 300, 64, dtype=dtype)
+    out = tw.attention(q, k, v, causal=True, kernel=kernel)
+    assert _off(out, _sdpa(q, k, v, True)) < (1e-5 if dtype == torch.float32 else 3e-2)
+
+
 @pytest.mark.parametrize("kernel", ["cute/basic", "cute/forward_sm90"])
 def test_the_same_call_has_the_same_bits(kernel: str) -> None:
     q, k, v = _inputs(2, 8, 1000, 128, dtype=torch.bfloat16)

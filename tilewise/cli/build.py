@@ -20,7 +20,7 @@ from tilewise.cli.bench_options import check_writable, names, several, whole
 from tilewise.cli.terminal import progress
 from tilewise.kernels.cute import architecture, compiler, library, support
 from tilewise.kernels.cute.cubin import Resources
-from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.rungs import LADDER
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 
@@ -105,7 +105,7 @@ def _kernels(cell: Cell, capability: tuple[int, int]) -> Iterator[Wanted]:
     dtype = BFLOAT16 if cell.dtype == "bfloat16" else np.dtype(cell.dtype)
     q, k, v = (np.zeros((1, cell.heads, cell.n_q, cell.d), dtype) for _ in range(3))
     call = validate.prepare(q, k, v, **VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x))
-    for rung in RUNGS.values():
+    for rung in LADDER:
         if support.unsupported(call.spec, call.shape, rung, capability) is None:
             yield kernel_of(rung, call.spec, call.shape)
 

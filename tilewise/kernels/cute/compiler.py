@@ -74,7 +74,7 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     from cutlass import Float32
     from cutlass.cute.runtime import make_fake_stream
 
-    source: ModuleType = import_module(f"{__package__}.source.{kernel.rung}")
+    source: ModuleType = import_module(f"{__package__}.source.{kernel.source}")
     build = SimpleNamespace(**vars(kernel), variant=modules.module(kernel.functions))
     rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(4)]
     tables = [_fake("float32", 3), _fake("int32", 4), _fake("int32", 2), _fake("float32", 1)]  # lse to sinks

@@ -10,9 +10,11 @@ from tilewise.walking import loads
 
 
 class Rung(Protocol):
-    """A kernel: source/NAME.py."""
+    """A kernel: source/SOURCE.py."""
 
     name: str
+    source: str
+    scaling: str  # what the scale is multiplied into: "scores", which their exponent has in it, "q" or "k"
     oldest: tuple[int, int]  # the compute capability that it needs
     newest: tuple[int, int]
     MOST_D: int  # the largest head
@@ -31,9 +33,12 @@ class Rung(Protocol):
 
 
 class Basic:
-    name, oldest, newest, maps = "basic", (8, 0), (99, 0), False
+    source, oldest, newest, maps = "basic", (8, 0), (99, 0), False
     DTYPES = ("float16", "bfloat16", "float32")
     MOST_D = 128  # acc has a row of it for each thread: registers have no room for more
+
+    def __init__(self, name: str = "basic", scaling: str = "scores") -> None:
+        self.name, self.scaling = name, scaling
 
     def unsupported(self, shape: Shape) -> str | None:
         if shape.dtype not in self.DTYPES:
@@ -57,7 +62,7 @@ class Basic:
 class ForwardSm90:
     """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
 
-    name, oldest, newest, maps = "forward_sm90", (9, 0), (9, 0), True
+    name, source, scaling, oldest, newest, maps = "forward_sm90", "forward_sm90", "scores", (9, 0), (9, 0), True
     DTYPES = ("float16", "bfloat16")
     MOST_D = 256
 
@@ -87,4 +92,7 @@ class ForwardSm90:
 
 
 BASIC = Basic()
-RUNGS: dict[str, Rung] = {rung.name: rung for rung in (BASIC, ForwardSm90())}
+LADDER: tuple[Rung, ...] = (BASIC, ForwardSm90())  # the last that can takes a call
+# Exercises, to be compared: half precision rounds q or k once more if it is scaled before it is multiplied.
+SCALED = (Basic("scaled_q", "q"), Basic("scaled_k", "k"))
+RUNGS: dict[str, Rung] = {rung.name: rung for rung in (*LADDER, *SCALED)}

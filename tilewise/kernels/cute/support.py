@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tilewise.kernels.cute.rungs import BASIC, RUNGS, Rung
+from tilewise.kernels.cute.rungs import BASIC, LADDER, Rung
 from tilewise.spec import Attention, Shape
 
 # Bytes that a block may take, by compute capability; of others the least is taken for granted.
 SHARED_MEMORY = {(8, 0): 163 << 10, (8, 7): 163 << 10, (9, 0): 227 << 10, (10, 0): 227 << 10, (10, 3): 227 << 10}
 LEAST_SHARED_MEMORY = 99 << 10
 DTYPES, OLDEST = BASIC.DTYPES, BASIC.oldest  # of the rung that takes the most
-MOST_D = max(rung.MOST_D for rung in RUNGS.values())
+MOST_D = max(rung.MOST_D for rung in LADDER)
 
 
 def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tuple[int, int]) -> str | None:
@@ -20,13 +20,13 @@ def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tu
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
     if rung is not None:
         return _refused(rung, shape, capability)
-    reasons = {name: _refused(x, shape, capability) for name, x in RUNGS.items()}
+    reasons = {x.name: _refused(x, shape, capability) for x in LADDER}
     return None if None in reasons.values() else "; ".join(f"{name}: {told}" for name, told in reasons.items())
 
 
 def suited(shape: Shape, capability: tuple[int, int]) -> Rung:
     """The fastest kernel for a call that is supported: the last of the ladder that takes it."""
-    return next(x for x in reversed(RUNGS.values()) if _refused(x, shape, capability) is None)
+    return next(x for x in reversed(LADDER) if _refused(x, shape, capability) is None)
 
 
 def _refused(rung: Rung, shape: Shape, capability: tuple[int, int]) -> str | None:

@@ -19,12 +19,14 @@ _SOURCES = Path(__file__).with_name("source")
 @dataclass(frozen=True)
 class Wanted:
     rung: str
+    source: str
     dtype: str
     tile: Tile
     depth: int  # columns of q and k, with those of zeros that are added
     columns: int  # of v
     vector: int  # numbers of a row that lie at a multiple of their size in bytes, and are loaded at once
     raw: bool  # scores stay products of q and k up to the exponent, which then has the scale in it
+    scaling: str  # what is multiplied by the scale if not the exponent: "scores", or tiles of "q" or "k" on their way
     has_sinks: bool
     packed: bool  # sequences lie one behind the other
     loaded: tuple[tuple[str, int], ...]  # the type and the rank of each array that the variant reads
@@ -44,9 +46,11 @@ def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -
     """aligned: rows of q, k, v and the output begin at multiples of 16 bytes."""
     loaded = tuple((arrays.dtype_name(slot.array), max(len(slot.array.shape), 1)) for slot in spec.loaded)
     return Wanted(
-        rung.name, shape.dtype, rung.tile(spec, shape), rung.columns(shape.d), rung.columns(shape.d_v),
-        16 // itemsize(shape.dtype) if aligned else 1,
-        spec.raw_scores, spec.sinks is not None, spec.lengths is not None, loaded, modules.text(spec),
+        rung.name, rung.source, shape.dtype, rung.tile(spec, shape), rung.columns(shape.d), rung.columns(shape.d_v),
+        vector=16 // itemsize(shape.dtype) if aligned else 1,
+        raw=spec.raw_scores and rung.scaling == "scores", scaling=rung.scaling,
+        has_sinks=spec.sinks is not None, packed=spec.lengths is not None,
+        loaded=loaded, functions=modules.text(spec),
     )  # fmt: skip
 
 

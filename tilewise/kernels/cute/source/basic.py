@@ -10,8 +10,8 @@ from cutlass import Float32
 from cutlass.memory import SmemAllocator
 
 from tilewise.kernels.cute.source.tiles import (
-    LOG2_E,
     PARTIAL,
+    binary,
     finish,
     mask,
     matrix,
@@ -73,10 +73,11 @@ def attention(
     acc = mma.make_fragment_C(mma.partition_shape_C((TILE_Q, columns)))
     at = mine.partition_C(cute.make_identity_tensor((TILE_Q, TILE_K)))
     acc.fill(0.0)
-    rows = rows_of(acc, scale * LOG2_E if build.raw else Float32(LOG2_E))
+    rows = rows_of(acc, binary(scale, build))
 
     # 1 load q
-    load_tile(q_tile, matrix(q, b, h, work.q_begin), work.first, work.n_q, copy_q, thread)
+    scale_q, scale_k = (scale if build.scaling == name else None for name in ("q", "k"))
+    load_tile(q_tile, matrix(q, b, h, work.q_begin), work.first, work.n_q, copy_q, thread, scale_q)
 
     # for each kv tile of the schedule:
     for run in cutlass.range(work.first_run, work.last_run):
@@ -84,8 +85,8 @@ def attention(
         for tile in cutlass.range(first_tile, last_tile):
             first_key = tile * TILE_K
             cute.arch.sync_threads()  # the tile before is no longer read
-            load_tile(k_tile, k_rows, first_key, work.n_k, copy_q, thread)
-            load_tile(v_tile, v_rows, first_key, work.n_k, copy_v, thread)
+            load_tile(k_tile, k_rows, first_key, work.n_k, copy_q, thread, scale_k)
+            load_tile(v_tile, v_rows, first_key, work.n_k, copy_v, thread, None)
             cute.arch.sync_threads()
 
             # 2 s = q @ k.T
@@ -122,15 +123,20 @@ def attention(
 
 
 @cute.jit
-def load_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread):
-    """Rows of a matrix from `first` on, 0 where there are none and in columns beyond the last."""
+def load_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread, factor):
+    """Rows of a matrix from `first` on, 0 where there are none and in columns beyond the last. factor: what they are
+    multiplied by on the way, or None."""
     mine, at = copy.get_slice(thread), cute.make_identity_tensor(tile.shape)
     source = mine.partition_S(cute.local_tile(cute.domain_offset((first, 0), rows), tile.shape, (0, 0)))
     target, at = mine.partition_D(tile), mine.partition_S(at)
     for i in cutlass.range(cute.size(target, mode=[1]), unroll=4):
         for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
             if cute.elem_less(at[0, i, j], (n - first, rows.shape[1])):
-                cute.copy(copy, source[None, i, j], target[None, i, j])
+                numbers = cute.make_fragment_like(source[None, i, j])
+                cute.copy(copy, source[None, i, j], numbers)
+                if cutlass.const_expr(factor is not None):
+                    numbers.store((numbers.load().to(Float32) * factor).to(tile.element_type))
+                cute.copy(copy, numbers, target[None, i, j])
             else:
                 target[None, i, j].fill(0.0)
 

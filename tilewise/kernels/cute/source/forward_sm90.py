@@ -13,8 +13,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from tilewise.kernels.cute.source.tiles import (
-    LOG2_E,
     PARTIAL,
+    binary,
     finish,
     mask,
     matrix,
@@ -159,7 +159,7 @@ def consume(
     p = cute.make_rmem_tensor(operand_of_product(s), element)
     at = mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k)))
     acc.fill(0.0)
-    rows = rows_of(acc, scale * LOG2_E if build.raw else Float32(LOG2_E))
+    rows = rows_of(acc, binary(scale, build))
     q_consumer, k_consumer, v_consumer = (x.make_consumer() for x in (q_stages, k_stages, v_stages))
 
     # 1 load q

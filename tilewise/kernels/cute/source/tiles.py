@@ -57,10 +57,15 @@ def matrix(x, b, h, begin):
     return cute.domain_offset((begin, 0), x[b, h, None, None])
 
 
+def binary(scale, build):
+    """What scores are multiplied by to be exponents of 2. Raw ones are still products of q and k."""
+    return scale * LOG2_E if build.raw else Float32(LOG2_E)
+
+
 def score(s, at, first_key, work, arrays, scale, build):
     """Products of q and k as scores. at: where in the tile each of them is."""
     for i in range(cute.size(s)):
-        if not build.raw:
+        if not build.raw and build.scaling == "scores":
             s[i] = s[i] * scale
         if hasattr(build.variant, "score"):
             s[i] = _at(build.variant.score, i, s, at, first_key, work, arrays)
