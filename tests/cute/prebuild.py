@@ -24,6 +24,7 @@ from tilewise.cli.build import _capability
 from tilewise.kernels.cute import architecture, compiler, support
 from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.launch import chosen, is_aligned
+from tilewise.kernels.cute.projection import kernel_for
 from tilewise.kernels.cute.rungs import LADDER, SCALED
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
@@ -47,6 +48,10 @@ def calls() -> Iterator[Call]:
     yield validate.prepare(heavy.float(), heavy.float(), heavy.float(), mask=tw.window(256))
 
 
+def call_of(x: torch.Tensor, causal: bool) -> Call:
+    return validate.prepare(x, x, x, causal=causal)
+
+
 def kernels(capability: tuple[int, int]) -> list[Wanted]:
     found: dict[Wanted, None] = {}
     for call in calls():
@@ -62,6 +67,9 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
     for x in (scaled, scaled.float()):
         call = validate.prepare(x, x, x, causal=True)
         found |= dict.fromkeys(kernel_of(rung, call.spec, call.shape) for rung in SCALED)
+        heads = x.expand(1, 8, 8, 64)
+        for call in (call_of(heads, causal) for causal in (False, True)):
+            found[kernel_for(call.spec, call.shape)] = None
     return list(found)
 
 

@@ -124,6 +124,42 @@ def test_what_a_kernel_depends_on_is_in_its_name() -> None:
     assert other == KERNELS["sm90, bias"][1], "new arrays of the same kind compile nothing"
 
 
+# -- the output projection --------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "d", "heads"), [("bfloat16", 64, 8), ("float32", 32, 4)])
+def test_the_projection_does_not_spill(dtype: str, d: int, heads: int) -> None:
+    from tilewise.kernels.cute import projection
+
+    kernel = projection.kernel_for(Attention(0.1, tw.causal()), Shape(1, heads, heads, 9, 9, d, d, dtype))
+    assert compiler.compile(kernel, "sm_90a").resources.stack == 0
+
+
+def test_the_projection_of_large_models_has_no_room() -> None:
+    pytest.importorskip("torch")
+    from tilewise.kernels.cute import projection
+
+    spec, small = Attention(0.1), Shape(1, 8, 8, 9, 9, 64, 64, "bfloat16", "cuda:0")
+    large = Shape(1, 32, 8, 9, 9, 128, 128, "bfloat16", "cuda:0")
+    assert projection.unsupported(spec, small, HOPPER) is None
+    assert "bytes of shared memory, and a block of cuda:0 has 232448" in str(
+        projection.unsupported(spec, large, HOPPER)
+    )
+    assert "arrays are on cpu" in str(projection.unsupported(spec, Shape(1, 8, 8, 9, 9, 64, 64), HOPPER))
+
+
+def test_a_wrong_w_o_is_named() -> None:
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.cute.projection import projected_attention
+
+    q = torch.zeros(1, 4, 9, 16)
+    with pytest.raises(ValueError, match=r"w_o: expected \(64, model\), rows of numbers side by side, got \(63, 9\)"):
+        projected_attention(q, q, q, torch.zeros(63, 9))
+    with pytest.raises(TypeError, match="w_o: expected a tensor of float32 on cpu, as q is, got float16 on cpu"):
+        projected_attention(q, q, q, torch.zeros(64, 9).half())
+
+
 # -- who takes what ---------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,23 @@ def test_the_scale_is_multiplied_into_q_or_k(dtype: Any, kernel: str) -> None:
     assert _off(out, _sdpa(q, k, v, True)) < (1e-5 if dtype == torch.float32 else 3e-2)
 
 
+@pytest.mark.parametrize(("n", "causal"), [(1, False), (100, True)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_output_projection(dtype: Any, n: int, causal: bool) -> None:
+    """Beside attention and a product after it, in float64."""
+    from tilewise.kernels.cute.projection import projected_attention
+
+    q, k, v = _inputs(2, 8, 100, 64, dtype=dtype)
+    w_o = (torch.randn(512, 328, device="cuda") / 512**0.5).to(dtype)
+    y, lse = projected_attention(q[:, :, -n:], k, v, w_o, causal=causal)
+    out, want_lse = tw.attention(q[:, :, -n:], k, v, causal=causal, kernel="cute/basic", return_lse=True)
+    want = out.double().transpose(1, 2).reshape(2, n, 512) @ w_o.double()
+    assert _off(y, want) < (1e-5 if dtype == torch.float32 else 2e-2)
+    assert torch.equal(lse, want_lse)
+    again = projected_attention(q[:, :, -n:], k, v, w_o, causal=causal).out
+    assert torch.equal(y, again), "heads are summed in one order"
+
+
 @pytest.mark.parametrize("kernel", ["cute/basic", "cute/forward_sm90"])
 def test_the_same_call_has_the_same_bits(kernel: str) -> None:
     q, k, v = _inputs(2, 8, 1000, 128, dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 def _from(array: np.ndarray) -> object:
     from cutlass.cute.runtime import from_dlpack
 
-    return from_dlpack(array)
+    return from_dlpack(array, assumed_align=16)
 
 
 @pytest.mark.parametrize(

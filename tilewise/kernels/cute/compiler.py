@@ -79,10 +79,11 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(4)]
     tables = [_fake("float32", 3), _fake("int32", 4), _fake("int32", 2), _fake("float32", 1)]  # lse to sinks
     loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (tables[-1],)
+    w_o = [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--enable-tvm-ffi --keep-cubin --gpu-arch={arch}"
     try:
-        made = cute.compile(source.launch, *rows, *tables, loaded, Float32(1.0), build, stream, options=options)
+        made = cute.compile(source.launch, *rows, *tables, loaded, Float32(1.0), *w_o, build, stream, options=options)
     except Exception as error:  # of the DSL there are many kinds; the words are what counts
         raise CompileError(f"CuTe's compiler cannot compile {kernel} for {arch}:\n{error}") from error
     return Compiled(made, resources(made.__cubin__))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tilewise import arrays
 from tilewise.dispatch import Unsupported
 from tilewise.kernels.cute import library
 from tilewise.kernels.cute.rungs import BASIC, Rung
-from tilewise.kernels.cute.wanted import kernel_of
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.uploads import loaded_on, plan_on, tensor
 from tilewise.spec import Attention, Partial, Shape
 
@@ -21,18 +22,25 @@ def forward(rung: Rung, spec: Attention, q: Any, k: Any, v: Any, arch: str) -> P
     """Attention on (batch, heads, n, d) tensors of a GPU."""
     shape = Shape.of(spec, q, k, v)
     out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    plan = plan_on(q.device, spec, shape, rung.tile(spec, shape), by_key=False)
-    if 0 in (plan.records.shape[2], shape.heads, shape.batch):
-        return Partial(out, lse)
-    records = plan.records.expand(shape.batch, shape.heads, -1, -1)
-    sinks = lse if spec.sinks is None else tensor(spec.sinks, q.device).float()
-    loaded = tuple(map(as_kernels_take, loaded_on(spec, q.device))) or (lse.reshape(-1),)
     rows = [x.detach() for x in (q, k, v, out)]
     kernel = kernel_of(rung, spec, shape, aligned=all(map(is_aligned, rows)))
-    told = (*(_steps_in_order(x, kernel.vector) for x in rows), lse, records, plan.runs, sinks.contiguous().view(-1))
-    library.kernel(kernel, arch)(*told, loaded, spec.scale)
-    return Partial(out, lse)
+    return Partial(out, run(kernel, spec, shape, rows, (), arch))
+
+
+def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more: Sequence[Any], arch: str) -> Any:
+    """Launch it on q, k, v and the output, and what else it takes; the lse that it leaves."""
+    device = rows[0].device
+    lse = torch.empty((shape.batch, shape.heads, shape.n_q), dtype=torch.float32, device=device)
+    plan = plan_on(device, spec, shape, kernel.tile, by_key=False)
+    if 0 in (plan.records.shape[2], shape.heads, shape.batch):
+        return lse
+    records = plan.records.expand(shape.batch, shape.heads, -1, -1)
+    sinks = lse if spec.sinks is None else tensor(spec.sinks, device).float()
+    loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (lse.reshape(-1),)
+    given = (_steps_in_order(x, kernel.vector) for x in rows)
+    launch = library.kernel(kernel, arch)
+    launch(*given, lse, records, plan.runs, sinks.contiguous().view(-1), loaded, spec.scale, *more)
+    return lse
 
 
 def chosen(suited: Rung, named: bool, q: Any, k: Any, v: Any) -> Rung:

@@ -33,11 +33,12 @@ def _refused(rung: Rung, shape: Shape, capability: tuple[int, int]) -> str | Non
     if not rung.oldest <= capability <= rung.newest:
         wanted = f"{rung.oldest[0]}.{rung.oldest[1]}{'' if rung.oldest == rung.newest else ' or newer'}"
         return f"it is made for compute capability {wanted}, and {shape.device} has {capability[0]}.{capability[1]}"
-    return rung.unsupported(shape) or _no_room(rung, shape, capability)
+    return rung.unsupported(shape) or no_room(rung.shared_bytes(shape), shape, capability)
 
 
-def _no_room(rung: Rung, shape: Shape, capability: tuple[int, int]) -> str | None:
-    needed, room = rung.shared_bytes(shape), SHARED_MEMORY.get(capability, LEAST_SHARED_MEMORY)
+def no_room(needed: int, shape: Shape, capability: tuple[int, int]) -> str | None:
+    """Why a block with so many bytes in shared memory does not fit, or None."""
+    room = SHARED_MEMORY.get(capability, LEAST_SHARED_MEMORY)
     if needed <= room:
         return None
     heads = f"heads of {shape.d} and {shape.d_v} in {shape.dtype}"

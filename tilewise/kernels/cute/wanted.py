@@ -31,6 +31,7 @@ class Wanted:
     packed: bool  # sequences lie one behind the other
     loaded: tuple[tuple[str, int], ...]  # the type and the rank of each array that the variant reads
     functions: str  # the variant's, as Python
+    heads: int = 0  # whose results are multiplied by w_o before they are stored; 0: results are stored as they are
 
     def name(self, arch: str) -> str:
         """Of its file."""

@@ -4,6 +4,8 @@ Everything is where a picture of the algorithm has it: tiles of q, k, v and p in
 row is known by in registers. Nothing is done ahead. forward_sm90.py is the same for speed.
 """
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
@@ -56,42 +58,67 @@ def attention(
 ):  # fmt: skip
     number, h, b = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
-    element, depth, columns = q.element_type, build.depth, build.columns
+    element = q.element_type
     work = work_of(records, number, b, h, q.shape[1] // k.shape[1])
-    k_rows, v_rows = (matrix(x, b, work.place.hk, work.k_begin) for x in (k, v))
-
-    memory = SmemAllocator()
-    q_tile = memory.allocate_tensor(element, tile_layout(TILE_Q, depth, element), 16)
-    k_tile = memory.allocate_tensor(element, tile_layout(TILE_K, depth, element), 16)
-    v_tile = memory.allocate_tensor(element, tile_layout(TILE_K, columns, element), 16)
-    p_tile = memory.allocate_tensor(element, tile_layout(TILE_Q, TILE_K, element), 16)
-    copy_q, copy_v = (loading_rows(element, width, build.vector) for width in (depth, columns))
-
-    mma = product(element)
-    mine = mma.get_slice(thread)
-    s = mma.make_fragment_C(mma.partition_shape_C((TILE_Q, TILE_K)))
-    acc = mma.make_fragment_C(mma.partition_shape_C((TILE_Q, columns)))
-    at = mine.partition_C(cute.make_identity_tensor((TILE_Q, TILE_K)))
-    acc.fill(0.0)
+    tiles, mma = tiles_in(SmemAllocator(), element, build), product(element)
+    acc = mma.make_fragment_C(mma.partition_shape_C((TILE_Q, build.columns)))
     rows = rows_of(acc, binary(scale, build))
+    attend(acc, rows, q, k, v, tiles, work, runs, arrays, scale, b, h, mma, thread, build)
+
+    # 7 finish: acc / row_sum, lse
+    done = finish(rows, acc, element, sinks[h] if build.has_sinks else None)
+    store_lse(done, lse, work, b, h, mma, thread)
+    cute.arch.sync_threads()  # v is no longer read: out takes its place
+    write_product(tiles.v, acc, mma, thread)
+    cute.arch.sync_threads()
+    copy_out = loading_rows(element, build.columns, build.vector)
+    out_rows = matrix(out, b, h, work.q_begin + work.first)
+    store_tile(tiles.v, out_rows, work.n_q - work.first, out.shape[3], copy_out, thread)
+
+
+class Tiles(NamedTuple):
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+
+
+def tiles_in(memory, element, build):
+    """Places for tiles in shared memory."""
+    sizes = ((TILE_Q, build.depth), (TILE_K, build.depth), (TILE_K, build.columns), (TILE_Q, TILE_K))
+    return Tiles(*(memory.allocate_tensor(element, tile_layout(*size, element), 16) for size in sizes))
+
+
+@cute.jit
+def attend(
+    acc, rows, q, k, v, tiles, work, runs, arrays, scale, b, h, mma: cutlass.Constexpr, thread, build: cutlass.Constexpr
+):
+    """The attention of a tile of queries, but for step 7."""
+    k_rows, v_rows = (matrix(x, b, work.place.hk, work.k_begin) for x in (k, v))
+    copy_q, copy_v = (loading_rows(q.element_type, width, build.vector) for width in (build.depth, build.columns))
+    scale_q, scale_k = (scale if build.scaling == name else None for name in ("q", "k"))
+    s = mma.make_fragment_C(mma.partition_shape_C((TILE_Q, TILE_K)))
+    at = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_Q, TILE_K)))
+    acc.fill(0.0)
 
     # 1 load q
-    scale_q, scale_k = (scale if build.scaling == name else None for name in ("q", "k"))
-    load_tile(q_tile, matrix(q, b, h, work.q_begin), work.first, work.n_q, copy_q, thread, scale_q)
+    q_rows = matrix(q, b, h, work.q_begin + work.first)
+    load_tile(tiles.q, q_rows, work.n_q - work.first, q.shape[3], copy_q, thread, scale_q)
 
     # for each kv tile of the schedule:
     for run in cutlass.range(work.first_run, work.last_run):
         first_tile, last_tile, kind = runs[run, 0], runs[run, 1], runs[run, 2]
         for tile in cutlass.range(first_tile, last_tile):
             first_key = tile * TILE_K
+            left = work.n_k - first_key
             cute.arch.sync_threads()  # the tile before is no longer read
-            load_tile(k_tile, k_rows, first_key, work.n_k, copy_q, thread, scale_k)
-            load_tile(v_tile, v_rows, first_key, work.n_k, copy_v, thread, None)
+            load_tile(tiles.k, cute.domain_offset((first_key, 0), k_rows), left, k.shape[3], copy_q, thread, scale_k)
+            load_tile(tiles.v, cute.domain_offset((first_key, 0), v_rows), left, v.shape[3], copy_v, thread, None)
             cute.arch.sync_threads()
 
             # 2 s = q @ k.T
             s.fill(0.0)
-            multiply(mma, s, q_tile, k_tile, thread, False)
+            multiply(mma, s, tiles.q, tiles.k, thread, False)
 
             # 3 score
             score(s, at, first_key, work, arrays, scale, build)
@@ -102,36 +129,34 @@ def attention(
 
             # 5 row_max, rescale, p, row_sum
             rescale = online_softmax(rows, s)
-            write_product(p_tile, s, mma, thread)  # p
+            write_product(tiles.p, s, mma, thread)
             cute.arch.sync_threads()
 
             # 6 acc = acc * rescale + p @ v
             multiply_rows(acc, rescale)
-            multiply(mma, acc, p_tile, transposed(v_tile), thread, True)
-
-    # 7 finish: acc / row_sum, lse
-    sink = sinks[h] if build.has_sinks else None
-    done = finish(rows, acc, element, sink)
-    for row in cutlass.range_constexpr(cute.size(done)):
-        query = work.first + by_rows(at)[row, 0][0]
-        if (at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
-            lse[b, h, work.q_begin + query] = done[row]
-    cute.arch.sync_threads()  # v is no longer read: out takes its place
-    write_product(v_tile, acc, mma, thread)
-    cute.arch.sync_threads()
-    store_tile(v_tile, matrix(out, b, h, work.q_begin), work.first, work.n_q, copy_v, thread)
+            multiply(mma, acc, tiles.p, transposed(tiles.v), thread, True)
 
 
 @cute.jit
-def load_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread, factor):
-    """Rows of a matrix from `first` on, 0 where there are none and in columns beyond the last. factor: what they are
-    multiplied by on the way, or None."""
-    mine, at = copy.get_slice(thread), cute.make_identity_tensor(tile.shape)
-    source = mine.partition_S(cute.local_tile(cute.domain_offset((first, 0), rows), tile.shape, (0, 0)))
-    target, at = mine.partition_D(tile), mine.partition_S(at)
+def store_lse(done, lse, work, b, h, mma: cutlass.Constexpr, thread):
+    """By the first thread of each quad."""
+    at = mma.get_slice(thread).partition_C(cute.make_identity_tensor((TILE_Q, TILE_K)))
+    for row in cutlass.range_constexpr(cute.size(done)):
+        query = work.first + by_rows(at)[row, 0][0]
+        if (at[0][1] == 0) & (query < work.n_q):
+            lse[b, h, work.q_begin + query] = done[row]
+
+
+@cute.jit
+def load_tile(tile, rows, count, width, copy: cutlass.Constexpr, thread, factor):
+    """So many rows and columns of a matrix, 0 where there are none. factor: what they are multiplied by on the way, or
+    None."""
+    mine = copy.get_slice(thread)
+    source = mine.partition_S(cute.local_tile(rows, tile.shape, (0, 0)))
+    target, at = mine.partition_D(tile), mine.partition_S(cute.make_identity_tensor(tile.shape))
     for i in cutlass.range(cute.size(target, mode=[1]), unroll=4):
         for j in cutlass.range_constexpr(cute.size(target, mode=[2])):
-            if cute.elem_less(at[0, i, j], (n - first, rows.shape[1])):
+            if cute.elem_less(at[0, i, j], (count, width)):
                 numbers = cute.make_fragment_like(source[None, i, j])
                 cute.copy(copy, source[None, i, j], numbers)
                 if cutlass.const_expr(factor is not None):
@@ -142,14 +167,14 @@ def load_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread, factor):
 
 
 @cute.jit
-def store_tile(tile, rows, first, n, copy: cutlass.Constexpr, thread):
+def store_tile(tile, rows, count, width, copy: cutlass.Constexpr, thread):
     """The other way round: rows and columns that are none are left out."""
-    mine, at = copy.get_slice(thread), cute.make_identity_tensor(tile.shape)
-    target = mine.partition_D(cute.local_tile(cute.domain_offset((first, 0), rows), tile.shape, (0, 0)))
-    source, at = mine.partition_S(tile), mine.partition_S(at)
+    mine = copy.get_slice(thread)
+    target = mine.partition_D(cute.local_tile(rows, tile.shape, (0, 0)))
+    source, at = mine.partition_S(tile), mine.partition_S(cute.make_identity_tensor(tile.shape))
     for i in cutlass.range_constexpr(cute.size(source, mode=[1])):
         for j in cutlass.range_constexpr(cute.size(source, mode=[2])):
-            if cute.elem_less(at[0, i, j], (n - first, rows.shape[1])):
+            if cute.elem_less(at[0, i, j], (count, width)):
                 cute.copy(copy, source[None, i, j], target[None, i, j])
 
 

@@ -1,5 +1,7 @@
 """What kernels share: records of tiles, scores of a tile, the online softmax."""
 
+import operator
+from functools import reduce
 from typing import NamedTuple
 
 import cutlass.cute as cute
@@ -116,21 +118,17 @@ def online_softmax(rows, s):
     """Scores become weights p; what acc is to be multiplied by, for each row."""
     s_rows, rescales = by_rows(s), cute.make_rmem_tensor_like(rows.row_max)
     for row in range(cute.size(rows.row_max)):
-        largest_here = s_rows[row, 0]
-        for column in range(1, cute.size(s_rows, mode=[1])):
-            largest_here = cute.arch.fmax(largest_here, s_rows[row, column])
-        largest_here = largest_in_quad(largest_here)
+        columns = range(cute.size(s_rows, mode=[1]))
+        largest_here = largest_in_quad(folded(cute.arch.fmax, [s_rows[row, column] for column in columns]))
         rows.largest[row] = maximum(rows.largest[row], largest_here)
         new_max = maximum(rows.row_max[row], largest_here * rows.factor)
         shift = finite(new_max)
         rescale = exp2(rows.row_max[row] - shift)
         rows.row_max[row] = new_max
-        row_sum = rows.row_sum[row] * rescale
-        for column in range(cute.size(s_rows, mode=[1])):
-            p = exp2(fused(s_rows[row, column], rows.factor, -shift))
-            s_rows[row, column] = p
-            row_sum = row_sum + p
-        rows.row_sum[row] = row_sum
+        for column in columns:
+            s_rows[row, column] = exp2(fused(s_rows[row, column], rows.factor, -shift))
+        sum_here = folded(operator.add, [s_rows[row, column] for column in columns])
+        rows.row_sum[row] = rows.row_sum[row] * rescale + sum_here
         rescales[row] = rescale
     return rescales
 
@@ -192,6 +190,14 @@ def exp2(x):
 def fused(x, y, z):
     """x * y + z, rounded once."""
     return cute.math.fma(x, y, z)
+
+
+def folded(combine, values):
+    """All values as one, in four chains: in a single one each would wait for the one before."""
+    chains = list(values[:4])
+    for i, value in enumerate(values[4:]):
+        chains[i % 4] = combine(chains[i % 4], value)
+    return reduce(combine, chains)
 
 
 def largest_in_quad(x):
