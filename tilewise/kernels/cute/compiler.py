@@ -61,6 +61,7 @@ class Compiled:
             return made.read_bytes()
 
 
+@cache
 def not_installed() -> str | None:
     """Why there is no compiler here and what to install, or None."""
     missing = [name for name in ("torch", "cutlass", "tvm_ffi") if find_spec(name) is None]
