@@ -157,6 +157,7 @@ def consume(
     s = qk[0].make_fragment_C(qk[0].partition_shape_C((build.tile.q, build.tile.k)))
     acc = pv[0].make_fragment_C(pv[0].partition_shape_C((build.tile.q, build.columns)))
     p = cute.make_rmem_tensor(operand_of_product(s), element)
+    narrow = cute.make_tensor(p.iterator, s.layout)  # the same registers, in the order of s
     at = mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k)))
     acc.fill(0.0)
     rows = rows_of(acc, binary(scale, build))
@@ -180,7 +181,7 @@ def consume(
         if runs[work.first_run, 2] == PARTIAL:
             mask(s, at, tile * build.tile.k, work, arrays, build)
         online_softmax(rows, s)
-        p.store(s.load().to(element).reshape(p.shape))
+        narrow.store(s.load().to(element))
 
         first_key = tile * build.tile.k  # of the tile that p has the weights of
         for run in cutlass.range(work.first_run, work.last_run, unroll=1):
@@ -216,7 +217,7 @@ def consume(
 
                 # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
                 multiply_rows(acc, rescale)
-                p.store(s.load().to(element).reshape(p.shape))
+                narrow.store(s.load().to(element))
         place_v = v_consumer.wait_and_advance()
         if cutlass.const_expr(build.packed):
             clear_keys(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build)
