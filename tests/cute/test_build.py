@@ -33,6 +33,7 @@ def _wanted(
 
 ALL = EXPRESSIONS["functions"] + EXPRESSIONS["division"] + EXPRESSIONS["clamped"]
 BIAS = tw.bias(np.zeros((1, 4, 100, 100), np.float32))
+DOCUMENT, DENSE = tw.document(np.zeros(100, np.int32)), tw.dense(np.ones((100, 100), bool))
 KERNELS = {
     "basic, float16": ("sm_80", _wanted("basic", "float16", 64, tw.causal())),
     "basic, float32": ("sm_90a", _wanted("basic", "float32", 128, tw.causal())),
@@ -76,6 +77,22 @@ def test_no_variant_of_hoppers_kernel_spills(d: int, packed: bool, score: Expr |
     lengths = LENGTHS if packed else None
     kernel = _wanted("forward_sm90", "bfloat16", d, tw.causal() & tw.window(64), score, lengths=lengths)
     assert compiler.compile(kernel, "sm_90a").resources.stack == 0
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("mask", [DOCUMENT, DENSE], ids=["document", "dense"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_mask_of_arrays_spills(d: int, mask: Expr) -> None:
+    kernel = _wanted("forward_sm90", "bfloat16", d, tw.causal() & mask)
+    assert compiler.compile(kernel, "sm_90a").resources.stack == 0
+
+
+def test_tiles_are_smaller_where_keys_have_cells() -> None:
+    tiles = {name: _wanted("forward_sm90", "bfloat16", 128, mask, score).tile.k for name, mask, score in (
+        ("plain", None, None), ("slopes", None, tw.alibi(4)), ("bias", None, BIAS), ("document", DOCUMENT, None),
+    )}  # fmt: skip
+    assert tiles == {"plain": 128, "slopes": 128, "bias": 64, "document": 64}
 
 
 @needs_compiler

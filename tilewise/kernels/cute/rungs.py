@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from tilewise.expr import Expr
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
-from tilewise.walking import loads
+from tilewise.walking import nodes, variables
 
 
 class Rung(Protocol):
@@ -77,11 +78,11 @@ class ForwardSm90:
         return None
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
-        """Where scores have cells of arrays to load, their addresses take registers too."""
-        reads = spec.score is not None and bool(loads(spec.score))
+        """Where each key has cells of an array, addresses take registers too."""
+        has_cells = any(_is_of_a_key(node) for node in nodes(*spec.expressions))
         if max(shape.d, shape.d_v) <= 128:
-            return Tile(128, 64 if reads else 128)
-        return Tile(128, 48 if reads else 64)
+            return Tile(128, 64 if has_cells else 128)
+        return Tile(128, 48 if has_cells else 64)
 
     def columns(self, d: int) -> int:
         return 64 if d <= 64 else 128 if d <= 128 else 256
@@ -89,6 +90,11 @@ class ForwardSm90:
     def shared_bytes(self, shape: Shape) -> int:
         """Two stages, which all of its heads have room for."""
         return 227 << 10
+
+
+def _is_of_a_key(node: Expr) -> bool:
+    """Whether it reads an array at a place that depends on the key."""
+    return node.op == "load" and bool({"K", "KP"} & variables(node))
 
 
 BASIC = Basic()
