@@ -31,7 +31,11 @@ class Compiled:
     """In memory: `call` runs it in this process, where there is a GPU."""
 
     call: Any
-    resources: Resources
+    exported: bytes  # the same, for a linker
+
+    @property
+    def resources(self) -> Resources:
+        return resources(self.exported)
 
     def library(self, runtime: str = "cu13") -> bytes:
         """As a library that needs apache-tvm-ffi and CUDA's runtime, and nothing of the compiler.
@@ -43,7 +47,7 @@ class Compiled:
             raise CompileError("no C compiler to link with: expected cc, gcc or clang, or the variable CC to name one")
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder, "kernel.so")
-            self.call.export_to_c(str(Path(folder, "kernel.o")), function_name=ENTRY)
+            Path(folder, "kernel.o").write_bytes(self.exported)
             command = [
                 linker,
                 "-shared",
@@ -82,12 +86,14 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (tables[-1],)
     w_o = [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    options = f"--enable-tvm-ffi --keep-cubin --gpu-arch={arch}"
+    options = f"--enable-tvm-ffi --gpu-arch={arch}"
     try:
         made = cute.compile(source.launch, *rows, *tables, loaded, Float32(1.0), *w_o, build, stream, options=options)
     except Exception as error:  # of the DSL there are many kinds; the words are what counts
         raise CompileError(f"CuTe's compiler cannot compile {kernel} for {arch}:\n{error}") from error
-    return Compiled(made, resources(made.__cubin__))
+    with tempfile.TemporaryDirectory() as folder:
+        made.export_to_c(str(Path(folder, "kernel.o")), function_name=ENTRY)
+        return Compiled(made, Path(folder, "kernel.o").read_bytes())
 
 
 def _fake(dtype: str, rank: int, divisible: int = 1, last: int | None = 1) -> Any:

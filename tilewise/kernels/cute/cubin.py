@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _FRAME_SIZE, _REGISTERS = 0x11, 0x2F  # attributes that .nv.info has of each function
+_ELF, _NVIDIA = b"\x7fELF\x02", 190  # how a file of 64 bits begins, and for which machine it is
 _SIZED = 0x04  # the format of attributes whose value is a function's symbol and a number
 
 
@@ -16,13 +17,25 @@ class Resources:
     stack: int  # bytes of a thread in slow memory: what registers had no room for is there
 
 
-def resources(cubin: bytes) -> Resources:
-    """The most that one of its kernels takes."""
+def resources(code: bytes) -> Resources:
+    """The most that a kernel takes of those in a file: machine code for a GPU, or an object that has it inside."""
     found: dict[int, int] = {_FRAME_SIZE: 0, _REGISTERS: 0}
-    for attribute, value in _attributes(_section(cubin, ".nv.info")):
-        if attribute in found:
-            found[attribute] = max(found[attribute], value)
+    for cubin in _cubins(code):
+        for attribute, value in _attributes(_section(cubin, ".nv.info")):
+            if attribute in found:
+                found[attribute] = max(found[attribute], value)
+    if not found[_REGISTERS]:
+        raise ValueError("no machine code for a GPU in this file; expected what CuTe's compiler exports")
     return Resources(found[_REGISTERS], found[_FRAME_SIZE])
+
+
+def _cubins(code: bytes) -> Iterator[bytes]:
+    """From where each begins."""
+    at = code.find(_ELF)
+    while at >= 0:
+        if struct.unpack_from("<H", code, at + 18)[0] == _NVIDIA:
+            yield code[at:]
+        at = code.find(_ELF, at + 1)
 
 
 def _section(elf: bytes, name: str) -> bytes:
@@ -35,7 +48,7 @@ def _section(elf: bytes, name: str) -> bytes:
         begin = texts + header[0]
         if elf[begin : elf.index(b"\0", begin)].decode() == name:
             return elf[header[4] : header[4] + header[5]]
-    raise ValueError(f"no section {name} in this machine code; expected a cubin, as CuTe's compiler makes them")
+    return b""
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int]]:
