@@ -78,11 +78,11 @@ class ForwardSm90:
         return None
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
-        """Where each key has cells of an array, addresses take registers too."""
-        has_cells = any(_is_of_a_key(node) for node in nodes(*spec.expressions))
+        """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
+        is_costly = any(_takes_registers(node) for node in nodes(*spec.expressions))
         if max(shape.d, shape.d_v) <= 128:
-            return Tile(128, 64 if has_cells else 128)
-        return Tile(128, 48 if has_cells else 64)
+            return Tile(128, 64 if is_costly else 128)
+        return Tile(128, 48 if is_costly else 64)
 
     def columns(self, d: int) -> int:
         return 64 if d <= 64 else 128 if d <= 128 else 256
@@ -92,9 +92,9 @@ class ForwardSm90:
         return 227 << 10
 
 
-def _is_of_a_key(node: Expr) -> bool:
-    """Whether it reads an array at a place that depends on the key."""
-    return node.op == "load" and bool({"K", "KP"} & variables(node))
+def _takes_registers(node: Expr) -> bool:
+    """Whether it reads an array at a place that depends on the key, or divides, in many steps."""
+    return node.op == "floordiv" or (node.op == "load" and bool({"K", "KP"} & variables(node)))
 
 
 BASIC = Basic()
