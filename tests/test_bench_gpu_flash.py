@@ -44,7 +44,7 @@ def test_flash_attention_is_asked_in_its_own_layout(monkeypatch: pytest.MonkeyPa
     assert asked[-1] == {"causal": True, "deterministic": True}
 
 
-class Words(torch.Tensor):  # type: ignore[misc]
+class Registers(torch.Tensor):  # type: ignore[misc]
     """What CuTe calls a tensor in registers, as far as functions of scores use one."""
 
     def load(self) -> Any:
@@ -58,8 +58,7 @@ def flash_functions(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch,
         "cutlass.cute",
         jit=lambda function: function,
-        make_rmem_tensor=lambda count, dtype: torch.zeros(count, dtype=dtype),
-        recast_tensor=lambda x, dtype: x.view(dtype).as_subclass(Words),
+        make_rmem_tensor=lambda count, dtype: torch.zeros(count, dtype=dtype).as_subclass(Registers),
         Float32=torch.float32,
         Int32=torch.int32,
         BFloat16=torch.bfloat16,
@@ -79,23 +78,26 @@ def flash_functions(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("variant", ["alibi", "bias", "document"])
 def test_flash_attentions_functions_say_the_same(variant: str, flash_functions: Any) -> None:
-    """Of two neighbouring keys at a time for scores, of one for masks."""
+    """Of as many neighbouring keys at a time as a function of scores says, of one for masks."""
     case = Case(variant, 32, 64, tokens=32, hidden=128)
     extras, variants = cases.draw(case, 0, "cpu").extras, VARIANTS[variant]
     told = flash_functions.options(case, extras)
     score, mask, arrays = told.get("score_mod"), told.get("mask_mod"), told["aux_tensors"]
+    at_once = getattr(score, "__vec_size__", 1)
     for h, q, k in ((h, q, k) for h in range(2) for q in range(32) for k in range(0, 32, 2)):
         at = [torch.tensor([i, i]) for i in (0, h, q)]
         keys = torch.tensor([k, k + 1])
         if variants.score is not None:
             s = torch.tensor([0.5, -2.0])
-            found = score(s, at[0], at[1], q_idx=at[2], kv_idx=keys, seqlen_info=None, aux_tensors=arrays)
+            found = torch.cat([
+                score(s[i:j], at[0], at[1], q_idx=at[2], kv_idx=keys[i:j], seqlen_info=None, aux_tensors=arrays)
+                for i, j in ([(0, 2)] if at_once == 2 else [(0, 1), (1, 2)])
+            ])  # fmt: skip
             want = torch.stack([variants.score(extras)(s[i], 0, h, q, k + i) for i in (0, 1)])
             assert torch.allclose(found, want.float(), atol=1e-2)
         if mask is not None:
             seen = [bool(mask(at[0][:1], at[1][:1], at[2][:1], keys[i : i + 1], None, arrays)) for i in (0, 1)]
             assert seen == [bool(variants.mask(extras)(0, h, q, k + i)) for i in (0, 1)]
-    assert score is None or score.__vec_size__ == 2
     assert told.get("causal", False) == (variant == "alibi")
 
 

@@ -23,7 +23,7 @@ from tilewise.spec import Partial
 from tilewise.validate import Call
 
 SHARED_FILES = (
-    "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_scores.h", "sm90_tiles.h", "backward_sm90_rows.cu",
+    "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_consumer.h", "sm90_tiles.h", "backward_sm90_rows.cu",
     "backward_sm90_d_query.cu",
 )  # fmt: skip
 FILES, WIDE_FILES = ("backward_sm90.cu", *SHARED_FILES), ("backward_sm90_wide.cu", *SHARED_FILES)
@@ -48,7 +48,7 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Problem(NamedTuple):
-    """Tiles have 64 queries and 128 keys, or 64 keys if heads are wide."""
+    """Tiles have 128 queries and 128 keys; 64 queries if heads are beyond 64, and 64 keys too beyond 128."""
 
     shape: tuple[int, int, int, int, int, int, int]  # batch, heads, heads_k, n_q, n_k, d, d_v
     options: dict[str, Any] = {}  # noqa: RUF012

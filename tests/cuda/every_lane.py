@@ -1,4 +1,4 @@
-"""Hopper's backward kernel as racecheck understands it: every lane of a warp lets a place go for itself, and tells
+"""Hopper's backward kernels as racecheck understands them: every lane of a warp lets a place go for itself, and tells
 for itself that it is filled.
 
 In the kernel the lanes of a warp meet, and then one of them arrives at the barrier. racecheck does not see that what
@@ -16,14 +16,20 @@ EDITS = {
     "sm90_backward.h": [
         ("CONSUMER_WARPS = WARPGROUPS * 4;", "CONSUMER_WARPS = WARPGROUPS * 128;"),
         *[(f"mbarrier_init({name}, 1)", f"mbarrier_init({name}, 32)") for name in (
-            "v_full()", "k_full(stage)", "q_full(stage)", "d_out_full(stage)"
+            "v_full()", "k_full()", "q_full(stage)", "d_out_full(stage)"
         )],
     ],
-    "sm90_backward_scores.h": [("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);")],
+    "sm90_backward_consumer.h": [("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);")],
     "sm90_backward_producer.h": [
         ("if (!clears) return;", "if (!clears && lane != 0) hw::mbarrier_arrive(full);\n        if (!clears) return;"),
         ("if (lane == 0) hw::mbarrier_arrive(full);", "hw::mbarrier_arrive(full);"),
         ("if (lane == 0) hw::mbarrier_arrive(shared.k_full", "hw::mbarrier_arrive(shared.k_full"),
+    ],
+    "arrays_sm90.cu": [
+        ("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);"),
+        *[(f"mbarrier_init({name}, CONSUMER_WARPS)", f"mbarrier_init({name}, CONSUMERS)") for name in (
+            "free(stage)", "table_free()"
+        )],
     ],
 }  # fmt: skip
 

@@ -64,7 +64,7 @@ class FakeGpu:
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     torch = pytest.importorskip("torch")
-    from tilewise.kernels.cuda import gpu, launcher, prepared
+    from tilewise.kernels.cuda import gpu, launcher, prepared, prepared_arrays
     from tilewise.pytorch import graphs, operator, ready, repeat
 
     fake = FakeGpu()
@@ -84,7 +84,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         launcher.compiler, "machine_code", lambda source, arch: f"{source.rung}\0{source.text}".encode()
     )
     monkeypatch.setattr(launcher.compiler, "prebuilt", lambda source, arch: None)
-    monkeypatch.setattr(prepared, "assembled", lambda *call, **how: assembled(*call, simulator.headers(), **how))
+    for module in (prepared, prepared_arrays):
+        monkeypatch.setattr(module, "assembled", lambda *call, **how: assembled(*call, simulator.headers(), **how))
     monkeypatch.setattr(TensorMap, "encoded", lambda self: bytes(self.simulated()))
     monkeypatch.setattr(cuda, "_not_installed", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -92,7 +93,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(arrays, "device_name", lambda x: "cuda:0" if arrays.is_torch(x) else "cpu")
     monkeypatch.setattr(ready, "DEVICES", ("cpu",))
     for module, name, empty in (
-        (launcher, "_kernels", Kept(8)), (launcher, "_tables", Kept(8)),
+        (launcher, "_kernels", Kept(8)), (launcher, "_tables", Kept(8)), (launcher, "_readers", Kept(8)),
         (launcher, "_counts", {}), (graphs, "held", {}),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, empty)

@@ -12,39 +12,39 @@ from tests.cuda.test_ops import needs_compiler
 
 pytestmark = needs_compiler
 
-# Most problems have heads of up to 64 columns: k and d_s have two stages, k and v are held in registers, and d_q is
-# multiplied a step late. "d 128" has none of this.
+# Most problems have heads of up to 64 columns, and tiles of 128 queries: d_s has one place, and warpgroups halve the
+# queries of d_q. "d 128" has tiles of 64: d_s has two places, and warpgroups halve the columns of d_q.
 
-FREE_Q = "            arrive(shared.q_free(q_before));\n"
-FREE_LAST_Q = "        arrive(shared.q_free(q));\n"
-FREE_V = "        if (LAST && !HELD) arrive(shared.v_free());\n"
-FREE_HELD_V = "            arrive(shared.v_free());\n"
-FREE_D_OUT = "        arrive(shared.d_out_free(stage));\n"
-FREE_K = "            arrive(shared.k_free(stage));\n"
-FREE_D_S = "        arrive(shared.d_s_free(step % S_STAGES));\n"
+FREE_Q = "        arrive(shared.q_free(q_stage()));\n"
+FREE_V = "        if (LAST) arrive(shared.v_free());\n"
+FREE_UNMET_V = "            this->arrive(this->shared.v_free());\n"
+FREE_D_OUT = "        arrive(shared.d_out_free(d_out_stage()));\n"
+FREE_K = "            this->arrive(this->shared.k_free());\n"
+FREE_D_S = "        if (S_STAGES == 1) arrive(shared.d_s_free());\n"
 FREE_D_Q = "        hw::mbarrier_arrive(shared.d_q_free(number));\n"
 FREE_ADDITION = "            hw::mbarrier_arrive(shared.d_out_free(stage));\n"
-AWAIT_K = "            hw::mbarrier_wait(shared.k_full(stage), keys / K_STAGES % 2);\n"
-AWAIT_Q = "        hw::mbarrier_wait(shared.q_full(next_q.stage), next_q.parity);\n"
-AWAIT_V = "        hw::mbarrier_wait(shared.v_full(), keys % 2);\n"
-AWAIT_D_OUT = "        hw::mbarrier_wait(shared.d_out_full(stage), steps / 2 % 2);\n"
-AWAIT_D_S_FREE = "        hw::mbarrier_wait(shared.d_s_free(steps % S_STAGES), steps / S_STAGES % 2 ^ 1);\n"
+AWAIT_K = "            hw::mbarrier_wait(this->shared.k_full(), this->keys % 2);\n"
+AWAIT_Q = "        hw::mbarrier_wait(shared.q_full(q_stage()), steps / Q_STAGES % 2);\n"
+AWAIT_V = "        hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);\n"
+AWAIT_D_OUT = "        hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);\n"
+AWAIT_D_S_FREE = "        if (S_STAGES == 1) hw::mbarrier_wait(shared.d_s_free(), steps % 2 ^ 1);\n"
+AWAIT_D_Q_FREE = "        hw::mbarrier_wait(shared.d_q_free(storer), parity);\n"
 AWAIT_ADDITION = "        wait_together(shared.d_out_full(stage), step / O_STAGES % 2);\n"
 AWAIT_STORE = "        hw::tma_store_wait<0>();\n"
-HOLD_K = "            hold(k_held, k());\n"
-HOLD = "        if constexpr (HELD) {\n            hold"
-HELD = "        if (HELD || visits == 0) {\n"
-READ_SHIFT = ("#pragma unroll\n"
-              "        for (int n = 0; n < QUERIES / 8; n++) shift[n] = two_of(shared.shift(q), n);\n")  # fmt: skip
-BEGIN_D_P = "        begin_d_p(stage);\n"
-MULTIPLY_V = "        multiply_rows<COLUMNS, true>(d_p, v_held, shared.v(), shared.d_out(stage));\n"
-MULTIPLY_D_S = "        multiply_d_s_k(shared.d_s(step % S_STAGES));\n"
-WRITE_D_S = "        write_s(d_s());\n"
-TELL_D_S = "        if (LATE) arrive(shared.d_s_full(stage));\n"
-WAITS = "        d_q_waits = true;\n"
-WRITE_D_Q = "        unsigned char* const to = shared.memory + (shared.d_q(step % 2, number) - shared.base)"
-MEET = "            meet_queries(__shfl_sync(~0u, shared.item(stage).visits, 0));\n"
-ITEM = "            const Shared::Item item = shared.copy_of_item(stage);\n"
+AWAIT_D_V = "        hw::wgmma_wait<1>();\n        hw::pin(p);\n"
+AWAIT_D_K = "        hw::wgmma_wait<0>();\n        hw::pin(d_s);\n"
+READ_SHIFT = "        read_shift();\n"
+BEGIN_D_P = "        clear_to_delta();\n"
+MULTIPLY_S = "        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));\n"
+MULTIPLY_D_Q = "        begin_d_q();\n"
+WRITE_D_S = "        write(d_s_tile(), d_s);\n"
+MEET_OTHER = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
+MEET_ITSELF = "        hw::barrier_sync(Shared::D_S_WRITTEN + 6 * number, 128);\n"
+UNMET = f"{UNFENCED}|{ISSUED}"
+HAND_OVER = "        hw::fence_async();\n        hw::barrier_arrive(Shared::d_q_written(storer, piece), 160);\n"
+WRITE_D_Q = "        unsigned char* const to = shared.memory + (shared.d_q(storer, piece) - shared.base)"
+MEET = "            meet_queries(__shfl_sync(~0u, this->shared.item().visits, 0));\n"
+ITEM = "            const Shared::Item item = this->shared.copy_of_item();\n"
 ROOM = "                wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);\n"
 TELL_ADDITION = ("                if (lane == 0) {\n"
                  "                    shared.addition(o_ring.stage).tile = tile;\n"
@@ -56,25 +56,18 @@ TURN = "hw::wait_for_number(turns, turn);"
 MISTAKES: dict[str, Mistake] = {
     # Tiles arrive.
     "no wait for k": Mistake("deadlock", "full", {AWAIT_K: ""}),
-    "k held before it arrives": Mistake(
-        WRONG, "full", {HOLD_K: "", AWAIT_K: f"            if constexpr (HELD) hold(k_held, k());\n{AWAIT_K}"},
-    ),
     "no wait for q": Mistake("more often", "full", {AWAIT_Q: ""}),
     "no wait for v": Mistake(WRONG, "full", {AWAIT_V: ""}),
-    "no wait for v that is not held": Mistake(WRONG, "d 128", {AWAIT_V: ""}),
-    "v held before it arrives": Mistake(WRONG, "full", {AWAIT_V: "", HELD: f"{AWAIT_V}{HELD}"}),
     "no wait for d_out": Mistake("more often", "full", {AWAIT_D_OUT: ""}),
     "a parity that never changes": Mistake("more often", "full", {"parity ^= 1;": ""}),
     "the parity of q changes too often": Mistake(
-        "deadlock", "full",
-        {"q_full(next_q.stage), next_q.parity": "q_full(next_q.stage), next_q.parity ^ next_q.stage % 2"},
+        "deadlock|more often", "full", {"steps / Q_STAGES % 2);": "steps % 2);"},
     ),
-    "q read from two of its three places": Mistake("deadlock", "full", {"Ring<Q_STAGES> next_q;": "Ring<2> next_q;"}),
     "the parity of v of a ring of two": Mistake(
-        "deadlock", "full", {"shared.v_full(), keys % 2": "shared.v_full(), keys / 2 % 2"},
+        "deadlock", "full", {"shared.v_full(), this->keys % 2": "shared.v_full(), this->keys / 2 % 2"},
     ),
     "the parity of k of a ring of two": Mistake(
-        "deadlock", "d 128", {"shared.k_full(stage), keys / K_STAGES % 2": "shared.k_full(stage), keys / 2 % 2"},
+        "deadlock", "full", {"shared.k_full(), this->keys % 2": "shared.k_full(), this->keys / 2 % 2"},
     ),
     "v not free at first": Mistake(
         "deadlock", "full", {"v_ring.parity = o_ring.parity = 1;": "o_ring.parity = 1;"},
@@ -102,42 +95,13 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # Places are let go.
     "q never let go": Mistake("deadlock", "full", {FREE_Q: ""}),
-    "the last q never let go": Mistake("deadlock", "full", {FREE_LAST_Q: ""}),
-    "q let go before d_k is done": Mistake(
-        EARLY, "full",
-        {FREE_Q: "", "        add_to_d_k(q);\n":
-         "        add_to_d_k(q);\n        if (!LAST) arrive(shared.q_free(q));\n"},
-    ),
-    "q let go, and not the one before": Mistake(
-        "deadlock", "full", {FREE_Q: "            arrive(shared.q_free(q));\n"},
-    ),
-    "the last q let go before d_k is done": Mistake(
-        EARLY, "full",
-        {FREE_LAST_Q: "", "            hand_over_d_q(steps - 2);\n":
-         f"    {FREE_LAST_Q}            hand_over_d_q(steps - 2);\n"},
-    ),
-    "d_out let go before d_v is done": Mistake(
-        EARLY, "full", {FREE_D_OUT: "", WRITE_D_S: f"{FREE_D_OUT}{WRITE_D_S}"},
-    ),
-    "v let go before it is held": Mistake(
-        WRONG, "d 8, d_v 64", {FREE_HELD_V: "", HOLD: f"        if (HELD) arrive(shared.v_free());\n{HOLD}"},
-    ),
-    "v never let go once it is held": Mistake("deadlock", "full", {FREE_HELD_V: ""}),
-    "v never let go by a key tile that meets none": Mistake(
-        "deadlock", "d 128, tiles that meet none", {HELD: "        if (HELD) {\n"},
-    ),
-    "held v never let go by a key tile that meets none": Mistake(
-        "deadlock", "tiles that meet none", {HELD: "        if (visits > 0) {\n"},
-    ),
+    "q let go before d_k is done": Mistake(EARLY, "full", {AWAIT_D_K + FREE_Q: FREE_Q + AWAIT_D_K}),
+    "d_out let go before d_v is done": Mistake(EARLY, "full", {AWAIT_D_V + FREE_D_OUT: FREE_D_OUT + AWAIT_D_V}),
+    "v never let go": Mistake("deadlock", "full", {FREE_V: ""}),
+    "v never let go by a key tile that meets none": Mistake("deadlock", "tiles that meet none", {FREE_UNMET_V: ""}),
     "k let go before it is multiplied": Mistake(
         WRONG, "one query tile",
-        {FREE_K: "", FREE_V: f"{FREE_V}        if (LAST) arrive(shared.k_free(keys % K_STAGES));\n",
-         MEET + ITEM: ITEM + MEET},
-    ),
-    "k let go before it is multiplied, one stage": Mistake(
-        WRONG, "d 128",
-        {FREE_K: "", FREE_V: f"{FREE_V}        if (LAST) arrive(shared.k_free(keys % K_STAGES));\n",
-         MEET + ITEM: ITEM + MEET},
+        {FREE_K: "", FREE_V: f"{FREE_V}        if (LAST) arrive(shared.k_free());\n", MEET + ITEM: ITEM + MEET},
     ),
     "too few to let q go": Mistake(
         f"deadlock|{ISSUED}", "full",
@@ -145,66 +109,38 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "too many to let k go": Mistake("deadlock", "full", {"CONSUMER_WARPS + 3)": "CONSUMER_WARPS + 4)"}),
     # What threads hand to each other, to products and to the copy engine.
-    "no fence after d_s": Mistake(
-        UNFENCED, "full",
-        {"            read_shift();\n        }\n        hw::fence_async();": "            read_shift();\n        }"},
-    ),
-    "a warpgroup that does not wait for the other's d_s": Mistake(
-        ISSUED, "packed",
-        {"        if (LATE) hw::mbarrier_wait(shared.d_s_full(step % 2), step / 2 % 2);\n": ""},
-    ),
+    "no fence after d_s": Mistake(UNFENCED, "full", {f"        hw::fence_async();\n{MEET_OTHER}": MEET_OTHER}),
     "a warpgroup that does not meet the other": Mistake(
-        ISSUED, "d 128",
-        {"d_s_written(LATE ? number : 0), LATE ? 128 : 256": "d_s_written(number), 128"},
+        UNMET, "d 128", {MEET_OTHER: MEET_ITSELF},
+    ),
+    "a warpgroup that does not meet the other, of 128 queries": Mistake(
+        UNMET, "full", {MEET_OTHER: MEET_ITSELF},
     ),
     "d_s told of before it is written": Mistake(
-        ISSUED, "full", {TELL_D_S: "", WRITE_D_S: f"{TELL_D_S}{WRITE_D_S}"},
-    ),
-    "d_s of which nobody is told": Mistake("deadlock", "full", {TELL_D_S: ""}),
-    "d_s written while the other warpgroup multiplies it": Mistake(
-        UNFENCED, "full", {AWAIT_D_S_FREE: ""},
+        UNMET, "full", {MEET_OTHER: "", WRITE_D_S: f"{MEET_OTHER}{WRITE_D_S}"},
     ),
     "the only d_s written while the other warpgroup multiplies it": Mistake(
-        f"{UNFENCED}|{ISSUED}", "d 128", {AWAIT_D_S_FREE: ""},
+        f"{UNFENCED}|{ISSUED}", "full", {AWAIT_D_S_FREE: ""},
+    ),
+    "one place for d_s of 64 queries": Mistake(
+        f"{UNFENCED}|{ISSUED}|{WRONG}", "d 128", {"shared.d_s(steps % S_STAGES)": "shared.d_s(0)"},
     ),
     "d_s let go before it is multiplied": Mistake(
-        ISSUED, "full", {FREE_D_S: "", MULTIPLY_D_S: f"{MULTIPLY_D_S}{FREE_D_S}"},
-    ),
-    "the only d_s let go before it is multiplied": Mistake(
-        f"{UNFENCED}|{ISSUED}", "d 128", {FREE_D_S: "", MULTIPLY_D_S: f"{MULTIPLY_D_S}{FREE_D_S}"},
+        f"{UNFENCED}|{ISSUED}", "full", {FREE_D_S: "", MULTIPLY_D_Q: f"{MULTIPLY_D_Q}{FREE_D_S}"},
     ),
     "d_s never let go": Mistake("deadlock", "full", {FREE_D_S: ""}),
-    "d_s of another step": Mistake(
-        WRONG, "full", {MULTIPLY_D_S: "        multiply_d_s_k(shared.d_s((step + 1) % S_STAGES));\n"},
-    ),
-    "the second warpgroup waits for the first, which does not lead": Mistake(
-        "deadlock.*named barrier 7", "full",
-        {"        if (LATE && FIRST && number == 0) hw::barrier_arrive(Shared::FIRST_LEADS, 256);\n": ""},
-    ),
-    "no fence after d_q": Mistake(
-        UNFENCED, "full", {"hw::fence_async();\n        hw::barrier_arrive": "hw::barrier_arrive"},
-    ),
+    "d_s of another step": Mistake(WRONG, "d 128", {"hw::anew(d_s_tile())": "hw::anew(shared.d_s(1 - steps % 2))"}),
+    "no fence after d_q": Mistake(UNFENCED, "full", {HAND_OVER: HAND_OVER.split("\n", 1)[1]}),
     "d_q handed over before it is written": Mistake(
-        UNFENCED, "full", {WAITS: "", WRITE_D_Q: f"{WAITS}        hand_over_d_q(step);\n{WRITE_D_Q}"},
+        UNFENCED, "full", {HAND_OVER: "", WRITE_D_Q: f"{HAND_OVER}{WRITE_D_Q}"},
     ),
-    "d_q that is not handed over": Mistake(
-        "deadlock.*named barrier", "full", {"            hand_over_d_q(d_q_step - 1);\n": ""},
-    ),
-    "a last d_q that is not handed over": Mistake(
-        "deadlock.*named barrier", "full", {"        hand_over_d_q(steps - 1);\n": ""},
-    ),
-    "a last d_q but one that is not handed over": Mistake(
-        "deadlock.*named barrier", "full", {"            hand_over_d_q(steps - 2);\n": ""},
-    ),
+    "d_q that is not handed over": Mistake("deadlock.*named barrier", "full", {HAND_OVER: ""}),
     "d_q handed over to the other storer": Mistake(
-        UNFENCED, "full", {"d_q_written(step % 2, number), 160": "d_q_written((step + 1) % 2, number), 160"},
+        "deadlock.*named barrier", "full", {"d_q_written(storer, piece), 160": "d_q_written(1 - storer, piece), 160"},
     ),
-    "d_q overwritten before it was read": Mistake(
-        f"{WRONG}|{UNFENCED}", "full",
-        {"        hw::mbarrier_wait(shared.d_q_free(step % 2), step / 2 % 2 ^ 1);\n": ""},
-    ),
+    "d_q overwritten before it was read": Mistake(f"{WRONG}|{UNFENCED}", "full", {AWAIT_D_Q_FREE: ""}),
     "d_q stored before it is written": Mistake(
-        UNFENCED, "full",
+        f"{UNFENCED}|{WRONG}|deadlock", "full",
         {"hw::barrier_sync(Shared::d_q_written(number, piece), 160);":
          "hw::barrier_arrive(Shared::d_q_written(number, piece), 160);"},
     ),
@@ -229,7 +165,7 @@ MISTAKES: dict[str, Mistake] = {
         "deadlock.*for another block", "full", {"shared.addition(stage).tile": "shared.addition(1 - stage).tile"},
     ),
     "the d_q of the other storer": Mistake(
-        UNFENCED, "full", {"shared.d_q(number, piece), turn": "shared.d_q(1 - number, piece), turn"},
+        f"{UNFENCED}|{WRONG}", "full", {"shared.d_q(number, piece), turn": "shared.d_q(1 - number, piece), turn"},
     ),
     "a storer that takes the other's steps": Mistake(
         "deadlock", "one query tile", {"uint32 step = WIDE ? 0 : number": "uint32 step = 1 - number"},
@@ -263,10 +199,6 @@ MISTAKES: dict[str, Mistake] = {
     ),
     # Products.
     "wrong swizzle of d_s": Mistake(WRONG, "full", {"^ row % 8)": "^ row % 4)"}),
-    "wrong swizzle of what is held": Mistake(WRONG, "full", {"^ lane % 8)": "^ lane % 4)"}),
-    "the other warpgroup's rows are held": Mistake(
-        WRONG, "full", {"rows + (first_row() + ": "rows + ((first_row() + 64) % 128 + "},
-    ),
     "wrong step along d_s": Mistake(
         WRONG, "full", {"a = a_at + k * 16 * ROW_BYTES / 16, b": "a = a_at + k * 32 / 16, b"},
     ),
@@ -274,67 +206,58 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "full", {"b = b_at + k * 16 * ROW_BYTES / 16;": "b = b_at + k * 8 * ROW_BYTES / 16;"},
     ),
     "the other half of k's columns": Mistake(
-        WRONG, "whole tiles", {"hw::anew(k()) + number * (": "hw::anew(k()) + (1 - number) * ("},
+        WRONG, "d 80, d_v 128", {"HALVES_QUERIES ? 0 : number * (Q": "HALVES_QUERIES ? 0 : (1 - number) * (Q"},
+    ),
+    "the other half of d_s": Mistake(
+        WRONG, "whole tiles", {"HALVES_QUERIES ? number * S_PART": "HALVES_QUERIES ? (1 - number) * S_PART"},
     ),
     "the other part of k's columns": Mistake(
         WRONG, "d 128", {"Q_PARTS == 2 ? TILE_K * ROW_BYTES": "Q_PARTS == 2 ? ROW_BYTES / 2"},
     ),
-    "the other half of d_q": Mistake(WRONG, "whole tiles", {"query) + half * HALF;": "query) + (1 - half) * HALF;"}),
+    "the other half of d_q": Mistake(
+        WRONG, "d 128", {"column = HALVES_QUERIES ? 0 : half * HALF": "column = (1 - half) * HALF"},
+    ),
+    "the other queries of d_q": Mistake(
+        WRONG, "whole tiles", {"HALVES_QUERIES ? half * 64": "HALVES_QUERIES ? (1 - half) * 64"},
+    ),
     "d_q's rows in another order": Mistake(
         WRONG, "whole tiles", {"lane / 4 + lower * 8": "lane / 4 + (1 - lower) * 8"},
     ),
     "the other warpgroup's keys": Mistake(
-        WRONG, "full", {"d_s() + number * 64 * ROW_BYTES": "d_s() + (1 - number) * 64 * ROW_BYTES"},
+        WRONG, "full", {"hw::anew(keys) + first_of_64()": "hw::anew(keys) + (64 - first_of_64())"},
     ),
-    "the other warpgroup's keys, of those not held": Mistake(
-        WRONG, "d 128", {"hw::anew(keys) + number * 64": "hw::anew(keys) + (1 - number) * 64"},
+    "no fence before products": Mistake(
+        "wgmma.fence is missing", "full", {f"hw::wgmma_fence();\n{MULTIPLY_S}": MULTIPLY_S},
     ),
-    "d_k of the query tile after": Mistake(
-        WRONG, "full", {"        add_to_d_k(q);\n": "        add_to_d_k(this->q);\n"},
-    ),
-    "no fence before d_p": Mistake("wgmma.fence is missing", "full", {f"hw::wgmma_fence();\n{MULTIPLY_V}": MULTIPLY_V}),
     "no wait for d_p": Mistake(
-        WRONG, "full", {"hw::wgmma_wait<1>();\n        hw::pin(d_p);": "hw::wgmma_wait<2>();"},
+        f"{WRONG}|written to before", "full", {"        hw::wgmma_wait_in_place<0>(launch.items > 0);\n": ""},
     ),
     "no wait for d_q": Mistake(
-        WRONG, "full", {"hw::wgmma_wait<LAST ? 1 : 2>();": "hw::wgmma_wait<LAST ? 2 : 3>();"},
+        f"{WRONG}|written to before", "full",
+        {f"        hw::wgmma_wait<1>();\n{FREE_D_S}": f"        hw::wgmma_wait<2>();\n{FREE_D_S}"},
     ),
-    "no wait for the first s": Mistake(
-        "written to before", "full", {"        hw::wgmma_wait<0>();\n        hw::pin(s);\n": ""},
-    ),
-    "no wait for s": Mistake(
-        "written to before", "full", {"hw::wgmma_wait<1>();\n            hw::pin(s);": ""},
-    ),
-    "no wait for d_k": Mistake(
-        "written to before", "full",
-        {"hw::wgmma_wait<0>();\n        hw::pin(d_k);": "hw::pin(d_k);"},
-    ),
-    "no wait for d_k of the step before": Mistake(
-        EARLY, "full", {"            hw::wgmma_wait_in_place<1>(launch.items > 0);\n": ""},
-    ),
-    "no wait for d_v": Mistake(
-        EARLY, "full",
-        {"hw::wgmma_wait<HAS_D_Q ? 1 : 0>();": "hw::wgmma_wait<HAS_D_Q ? 2 : 1>();"},
-    ),
-    "d_k that does not begin at 0": Mistake(WRONG, "full", {"clear(d_k);": ""}),
-    "d_v that does not begin at 0": Mistake(WRONG, "tiles that meet none", {"clear(d_v);": ""}),
+    "no wait for s": Mistake("written to before", "full", {"        hw::wgmma_wait<1>();\n        hw::pin(s);\n": ""}),
+    "no wait for d_k": Mistake(f"{EARLY}|written to before", "full", {AWAIT_D_K: ""}),
+    "no wait for d_v": Mistake(f"{EARLY}|written to before", "full", {AWAIT_D_V: ""}),
+    "d_k that does not begin at 0": Mistake(WRONG, "full", {"clear(this->d_k);": ""}),
+    "d_v that does not begin at 0": Mistake(WRONG, "tiles that meet none", {"clear(this->d_v);": ""}),
     # Scores and weights.
     "no mask": Mistake(WRONG, "causal", {"(is_partial && !variant::mask(params, head, row, key, near))": "false"}),
     "a mask one query off": Mistake(
         WRONG, "causal", {"n * 8 + lane % 4 * 2 + e;\n": "n * 8 + lane % 4 * 2 + e + 1;\n"},
     ),
     "the kind of another query tile": Mistake(
-        WRONG, "causal", {"shared.meeting(q).kind": "shared.meeting(q_before).kind"},
+        WRONG, "causal", {"shared.meeting(q_stage()).kind": "shared.meeting(1 - q_stage()).kind"},
     ),
     "scores beyond the last query": Mistake(WRONG, "no number beyond the last query", {"query >= n_q || ": ""}),
     "s that begins with what was there": Mistake(
         WRONG, "full", {"multiply_rows<DEPTH, false>": "multiply_rows<DEPTH, true>"},
     ),
     "the shift of another query tile": Mistake(
-        WRONG, "full", {"shift[n] = two_of(shared.shift(q), n);": "shift[n] = two_of(shared.shift(q_before), n);"},
+        WRONG, "full", {"two_of(shared.shift(q_stage()), n)": "two_of(shared.shift(1 - q_stage()), n)"},
     ),
     "a shift read before it arrives": Mistake(
-        WRONG, "full", {READ_SHIFT: "", AWAIT_Q: READ_SHIFT.replace("shift(q)", "shift(next_q.stage)") + AWAIT_Q},
+        WRONG, "full", {READ_SHIFT: "", AWAIT_Q: f"{READ_SHIFT}{AWAIT_Q}"},
     ),
     "a shift of every other query": Mistake(WRONG, "full", {"i % 2 ? shift[i / 4].y : ": ""}),
     "scores that are scaled once more": Mistake(WRONG, "a slope", {"scale = SCORED ? 1.0f : ": "scale = "}),
@@ -343,7 +266,6 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "every other row, a slope", {"lse == -INFINITY ? lse : -lse;": "!inside ? lse : -lse;"},
     ),
     "powers of 2": Mistake(WRONG, "full", {"exp2_approximate(LOG2_E * fmaf": "exp2_approximate(fmaf"}),
-    "weights of half of the queries": Mistake(WRONG, "full", {"        exponentiate<TILE_Q / 2, TILE_Q>();\n": ""}),
     "no delta": Mistake(WRONG, "full", {"multiply_rows<COLUMNS, true>": "multiply_rows<COLUMNS, false>"}),
     "d_p that begins with what was there": Mistake(WRONG, "full", {BEGIN_D_P: ""}),
     "d_p begun before delta arrives": Mistake(WRONG, "full", {AWAIT_D_OUT + BEGIN_D_P: BEGIN_D_P + AWAIT_D_OUT}),
@@ -365,13 +287,13 @@ MISTAKES: dict[str, Mistake] = {
         {"last_head(h + launch.backward.params.group)": "last_head(h + launch.backward.params.group - 1)"},
     ),
     "the last run only": Mistake(
-        "deadlock.*for another block", "runs", {"first_run = offsets[0];": "first_run = offsets[1] - 1;"},
+        WRONG, "runs", {"first_run = offsets[0];": "first_run = offsets[1] - 1;"},
     ),
     "a visit too few": Mistake("deadlock", "full", {"at.tile + 1 - at.first": "at.tile - at.first"}),
     "keys of another head": Mistake(
         WRONG, "tiles that meet none",
-        {"sequence.k_begin + item.j * TILE_K, item.hk, item.b, sequence.n_k - item.j * TILE_K);":
-         "sequence.k_begin + item.j * TILE_K, 0, item.b, sequence.n_k - item.j * TILE_K);"},
+        {"shared.k_full(), sequence.k_begin + item.j * TILE_K, item.hk":
+         "shared.k_full(), sequence.k_begin + item.j * TILE_K, 0"},
     ),
 }  # fmt: skip
 

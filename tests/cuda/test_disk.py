@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,6 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 
 def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
-    import os
-
     files = Files(tmp_path, most=3)
     for i in range(5):
         path = files.add(str(i), b"code")
@@ -91,6 +90,15 @@ def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
     assert files.read("0") is None
     assert files.read("4") == b"code"
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_what_is_in_use_is_not_the_oldest(tmp_path: Path) -> None:
+    files = Files(tmp_path, most=2)
+    for i in range(2):
+        os.utime(files.add(str(i), b"code"), (i, i))
+    assert files.read("0") == b"code"
+    files.add("2", b"code")
+    assert (files.read("0"), files.read("1")) == (b"code", None)
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,6 +113,52 @@ def _check_gradients(kernel: str, kind: dict[str, Any], seed: int = 0) -> None:
         assert off < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+def _learned(heads: int, n: int) -> list[Any]:
+    """Slopes, a bias of keys, one of pairs that heads share, and a table of distances."""
+    shapes = (heads,), (1, 1, 1, n), (1, 1, n, n), (heads, 9)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def _learned_score(slopes: Any, of_keys: Any, of_pairs: Any, table: Any) -> Any:
+    return tw.softcap(2.0) >> tw.alibi(slopes) >> tw.bias(of_keys) >> tw.bias(of_pairs) >> tw.relative(table)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "summing"),
+    [("cuda/tiled", torch.float32, "tiled_arrays"), ("cuda", torch.bfloat16, "arrays_sm90")],
+)
+def test_gradients_of_arrays(kernel: str, dtype: Any, summing: str, fake_gpu: FakeGpu) -> None:
+    """By one kernel for each way in which scores share their cells; those of distances are then led to the cells."""
+    torch.manual_seed(0)
+    n = 70
+    q, k, v = (torch.randn(2, heads, n, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    learned, d_out = _learned(4, n), torch.randn(2, 4, n, 16).to(dtype)
+    out = tw.attention(q, k, v, mask=tw.causal(), score=_learned_score(*learned), kernel=kernel)
+    found = torch.autograd.grad(out, (q, k, v, *learned), d_out)
+    assert fake_gpu.launched[-5:] == [summing] * 4 + ["cells"]
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v, *learned)]
+    want = _dense(*wide, d_out.double())
+    for x, y in zip(found, want, strict=True):
+        assert x.shape == y.shape
+        assert float((x - y).abs().max()) < (1e-4 if dtype == torch.float32 else 3e-2) * float(y.abs().max())
+
+
+def _dense(q: Any, k: Any, v: Any, slopes: Any, of_keys: Any, of_pairs: Any, table: Any, d_out: Any) -> Any:
+    """The gradients of the same by PyTorch, all scores at once."""
+    n = q.shape[2]
+    apart = (torch.arange(n)[:, None] - torch.arange(n)).abs()
+    k_of, v_of = (x.repeat_interleave(2, dim=1) for x in (k, v))
+    s = (
+        2 * torch.tanh(q @ k_of.mT / 4 / 2)
+        - slopes[:, None, None] * apart
+        + of_keys
+        + of_pairs
+        + table[:, apart.clamp(max=8)]
+    )
+    p = s.masked_fill(torch.ones(n, n).triu(1).bool(), -torch.inf).softmax(-1)
+    return torch.autograd.grad(p @ v_of, (q, k, v, slopes, of_keys, of_pairs, table), d_out)
+
+
 @pytest.mark.parametrize("kernel", ["cuda/tiled", "cuda/forward_sm90"])
 def test_gradients_like_ones_before_are_only_launched(
     kernel: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch

@@ -42,7 +42,7 @@ MASKS = {
 def test_kinds_are_those_of_the_scores(mask: str, tile: Tile) -> None:
     spec = Attention(1.0, MASKS[mask])
     refined = _refined(spec, tile)
-    want = _kinds(spec, tile)
+    want = _kinds(spec, Tile(64, tile.k))
     for b in range(SHAPE.batch):
         for h in range(SHAPE.heads):
             for record, runs in refined[b, h]:
@@ -50,7 +50,7 @@ def test_kinds_are_those_of_the_scores(mask: str, tile: Tile) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("tile", [Tile(64, 128), Tile(64, 64)], ids=str)
+@pytest.mark.parametrize("tile", [Tile(64, 128), Tile(64, 64), Tile(128, 128)], ids=str)
 def test_kinds_before_gradients_are_those_of_the_scores(mask: str, tile: Tile) -> None:
     """By query and by key: every tile that some score counts in is there with its own kind, and no other."""
     spec = Attention(1.0, MASKS[mask])
@@ -86,13 +86,13 @@ def _check(want: Array, runs: list[tuple[int, int, int]], record: Array, tile: T
 
 
 def _kinds(spec: Attention, tile: Tile) -> Array:
-    """(batch, heads, rows of 64, key tiles), score by score."""
+    """(batch, heads, query tiles, key tiles), score by score."""
     b, h, q, k = np.ix_(*(np.arange(n) for n in (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)))
     shape = (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)
     holds = np.broadcast_to(evaluate(spec.mask, SHAPE.env(b, h, q, k), numpy_ops(np.float32)), shape)
-    kinds = np.zeros((*shape[:2], -(-SHAPE.n_q // 64), -(-SHAPE.n_k // tile.k)), int)
+    kinds = np.zeros((*shape[:2], -(-SHAPE.n_q // tile.q), -(-SHAPE.n_k // tile.k)), int)
     for i, j in np.ndindex(kinds.shape[2:]):
-        part = holds[:, :, 64 * i : 64 * (i + 1), tile.k * j : tile.k * (j + 1)]
+        part = holds[:, :, tile.q * i : tile.q * (i + 1), tile.k * j : tile.k * (j + 1)]
         whole = (j + 1) * tile.k <= SHAPE.n_k
         full = part.all(axis=(2, 3)) & whole
         kinds[:, :, i, j] = np.where(full, Kind.FULL, np.where(part.any(axis=(2, 3)), Kind.PARTIAL, Kind.EMPTY))
@@ -139,7 +139,7 @@ def _refined_before_gradients(spec: Attention, tile: Tile) -> tuple[Plans, Plans
     source, slots = assembled(REFINE_BACKWARD, spec, SHAPE, tile, simulator.headers())
     loaded = [View.of_numpy(arrays.as_numpy(slot.array)) for slot in slots]
     params = marshal.params(spec, SHAPE, by_query, at[0], {}, None, loaded, source.constants)
-    sizes = marshal.backward_refined_parts(by_query, by_key)
+    sizes = marshal.backward_refined_parts(by_query, by_key, tile)
     room = np.full(sum(sizes.values()), -1, np.int32)
     kernel = simulator.compile_source(source.text)
     grids = marshal.backward_refinement_blocks(by_query, by_key, tile, source.threads)

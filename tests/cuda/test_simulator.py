@@ -270,3 +270,11 @@ def test_without_a_compiler_the_reason_says_what_to_install(monkeypatch: pytest.
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     assert "apt install g++" in (CudaSimKernel().unavailable() or "")
+
+
+def test_a_simulator_that_the_cache_forgot_is_made_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    for turn in range(2):
+        simulator.compile_source(f"{pipelines.text()}\n// another text: {turn}\n")
+        for path in tmp_path.glob("simulator/*.o"):
+            path.unlink()

@@ -32,6 +32,8 @@ class Files:
         except OSError:
             return None
         if _is_whole(content):
+            with suppress(OSError):
+                os.utime(path)  # what is in use is not the oldest
             return content[:-_DIGEST]
         with suppress(OSError):
             path.unlink()

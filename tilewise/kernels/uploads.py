@@ -10,11 +10,12 @@ import torch
 
 from tilewise import arrays
 from tilewise.expr import Loaded
+from tilewise.kernels.summing import key_of
 from tilewise.kernels.tables import tables
 from tilewise.pytorch import graphs
 from tilewise.pytorch.constants import constant_on
 from tilewise.sharing import Kept
-from tilewise.spec import Attention, Lengths, Shape, Tile
+from tilewise.spec import Attention, Shape, Tile
 
 T = TypeVar("T")
 
@@ -67,10 +68,6 @@ def plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool
     expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
     looked_at = [slot for slot in spec.loaded if slot.constant or not arrays.is_elsewhere(slot.array)]
     return kept_on(device, ("plan", shape, tile, by_key, key_of(spec.lengths), expressions), looked_at, make)
-
-
-def key_of(lengths: Lengths | None) -> tuple[bytes, ...]:
-    return () if lengths is None else (lengths.q.tobytes(), lengths.k.tobytes())
 
 
 def loaded_on(spec: Attention, device: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Variants that FlashAttention-4 has no argument for, in its own way: functions in CuTe's language, and block sparsity.
 
-It calls them with vectors of indices, which for scores are of two neighbouring keys: the most that it takes on Hopper.
-The names of a score's arguments are its own.
+It calls them with vectors of indices: of one key, or of two neighbours if a function of scores says so, the most that
+it takes on Hopper. The names of a score's arguments are its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from flash_attn.cute.utils import scalar_to_ssa
 from tilewise.bench.gpu.cases import Case, Extras, Options
 
 _TILES = {64: (192, 128), 128: (128, 128)}  # of queries and keys by d, as it takes them on Hopper; blocks must be alike
-_PAIR = 2
 
 
 def options(case: Case, extras: Extras) -> Options:
@@ -31,9 +30,9 @@ def _by_distance(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # type:
 
 @cute.jit
 def _biased(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
-    word = cute.make_rmem_tensor(1, cutlass.Int32)
-    word[0] = aux_tensors[0][q_idx[0], kv_idx[0] // _PAIR]
-    return score + cute.recast_tensor(word, cutlass.BFloat16).load().to(cutlass.Float32)
+    cell = cute.make_rmem_tensor(1, cutlass.BFloat16)
+    cell[0] = aux_tensors[0][q_idx[0], kv_idx[0]]
+    return score + cell.load().to(cutlass.Float32)
 
 
 @cute.jit
@@ -43,7 +42,7 @@ def _of_document(b, h, q, k, seqlen_info, aux_tensors):  # type: ignore[no-untyp
     return (k <= q) & (own == other)
 
 
-_by_distance.__vec_size__ = _biased.__vec_size__ = _PAIR
+_by_distance.__vec_size__ = 2
 
 
 def _alibi(case: Case, extras: Extras) -> Options:
@@ -51,10 +50,7 @@ def _alibi(case: Case, extras: Extras) -> Options:
 
 
 def _bias(case: Case, extras: Extras) -> Options:
-    """Two cells a load."""
-    import torch
-
-    return {"score_mod": _biased, "aux_tensors": [extras["bias"].detach().view(torch.int32)]}
+    return {"score_mod": _biased, "aux_tensors": [extras["bias"].detach()]}
 
 
 def _document(case: Case, extras: Extras) -> Options:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -85,8 +86,15 @@ class CudaKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
+        from tilewise.kernels.cuda.backward import of_arrays
+
         prepared, every = self._prepared_backward(spec, q, k, v, saved, d_out, d_lse, tile)
-        return prepared.launch(every, loaded_on(spec, q.device), spec.sinks)
+        loaded = loaded_on(spec, q.device)
+        grads = prepared.launch(every, loaded, spec.sinks)
+        if not spec.wanted:
+            return grads
+        hopper = prepared.arrangement.hoppers is not None
+        return replace(grads, arrays=of_arrays(spec, every, loaded, tile, hopper))
 
     def prepared_backward(
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
-from tilewise.kernels.cuda import marshal
+from tilewise.kernels.cuda import gpu, marshal
+from tilewise.kernels.cuda.array_gradients import gradients
 from tilewise.kernels.cuda.backward_rungs import Hoppers
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.prepared import OPERANDS, Prepared, prepare_backward, prepare_backward_sm90
+from tilewise.kernels.cuda.prepared_arrays import OnGpu
 from tilewise.kernels.cuda.structs import BACKWARD_ARRAYS
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -86,6 +88,16 @@ def prepared(
     else:
         kernels, space = prepare_backward_sm90(arrangement.hoppers, spec, shape, views, read, device)
     return PreparedBackward(arrangement, kernels, space, (q.dtype, k.dtype, v.dtype)), every
+
+
+def of_arrays(
+    spec: Attention, every: dict[str, Any], loaded: Sequence[Any], tile: Tile | None, hopper: bool
+) -> tuple[Any, ...]:
+    """The gradients of arrays that the score reads, after a backward pass on these. hopper: by Hopper's kernels."""
+    shape = Shape.of(spec, every["q"], every["k"], every["v"])
+    with gpu.as_current(every["q"].get_device()):
+        made = gradients(OnGpu(spec, shape, every, loaded), spec, shape, tile, hopper)
+    return tuple(x.to(slot.array.dtype) for x, slot in zip(made, spec.wanted, strict=True))
 
 
 def _copied(x: Any) -> Any:

@@ -63,15 +63,16 @@ class TiledDKeys(_TiledBackward):
 
 
 class _BackwardSm90:
-    """What the kernels of Hopper's backward pass share. A block meets 64 queries at a time; it has 128 keys, or half of
-    that where heads are wide.
+    """What the kernels of Hopper's backward pass share. A block has 128 keys, or half of that where heads are wide. It
+    meets 64 queries at a time, or twice that where heads are small and scores are products alone: what a score reads
+    would have no room in registers, and be waited for one by one.
 
     ordered: what key tiles add to d_q is added in their order, so that it has the same bits each time.
     """
 
     name: str
     folder, planned, by_key, persistent = SOURCES, True, True, False
-    NARROW = 128
+    SMALL, NARROW = 64, 128
 
     def __init__(self, ordered: bool) -> None:
         self.ordered = ordered
@@ -80,7 +81,9 @@ class _BackwardSm90:
         return RUNGS["forward_sm90"].unsupported(shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return Tile(64, 128 if max(shape.d, shape.d_v) <= self.NARROW else 64)
+        widest = max(shape.d, shape.d_v)
+        many = widest <= self.SMALL and spec.score is None
+        return Tile(128 if many else 64, 128 if widest <= self.NARROW else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return self.default_tile(PLAIN, shape)
@@ -89,21 +92,19 @@ class _BackwardSm90:
         return 256
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        return {"SHARED_BYTES": 0, "ORDERED": self.ordered, "STAGES": self.stages(shape)}
-
-    def stages(self, shape: Shape) -> int:
-        """Of k, and of d_s unless heads are wide. Larger heads leave room for one: a third of q and a second of d_q
-        bring more."""
-        return 1 if max(shape.d, shape.d_v) > 64 else 2
+        return {"SHARED_BYTES": 0, "ORDERED": self.ordered}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
 
 
 class BackwardRows(_BackwardSm90):
-    """First, what is to be known of each query."""
+    """First, what is to be known of each query, by four threads."""
 
     name = "backward_sm90_rows"
+
+    def threads(self, tile: Tile) -> int:
+        return 4 * tile.q
 
 
 class BackwardProducts(_BackwardSm90):
@@ -115,21 +116,18 @@ class BackwardProducts(_BackwardSm90):
         return 384
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        q_parts, v_parts, stages = parts(shape.d), parts(shape.d_v), self.stages(shape)
-        # Rows of 128 bytes: k, v, d_s, q, d_out. Then twice d_q, thrice shift, twice delta.
-        rows = tile.k * (stages * q_parts + v_parts + stages) + tile.q * (3 * q_parts + 2 * v_parts)
+        q_parts, v_parts = parts(shape.d), parts(shape.d_v)
+        # Rows of 128 bytes: k, v, d_s (of 128 queries or two of 64), twice q and d_out. Then twice d_q, shift, delta.
+        rows = tile.k * (q_parts + v_parts + 2) + tile.q * 2 * (q_parts + v_parts)
         return {
             **super().constants(tile, shape, cell_bytes),
-            "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 5 * 4 * tile.q + self.AROUND,
-            # What has but one stage has large products, which leave the producer few registers.
-            "CONSUMER_REGISTERS": 240 if stages == 1 else 232,
-            "PRODUCER_REGISTERS": 24 if stages == 1 else 40,
+            "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + self.AROUND,
         }
 
     AROUND = 384 + 1024  # barriers and what is told beside tiles, and the room to align them
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        half = parts(shape.d) * 32
+        half = 64 if tile.q == 128 else parts(shape.d) * 32
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, up(shape.d, 16), up(shape.d_v, 16), half})}
 
 
@@ -140,8 +138,8 @@ class WideBackwardProducts(BackwardProducts):
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
         q_parts, v_parts = _halved(parts(shape.d)), _halved(parts(shape.d_v))
-        # Rows of 128 bytes: k, v, twice d_s and p, twice q, d_out. Then half of d_q, twice shift, delta.
-        rows = tile.k * (q_parts + v_parts + 4) + tile.q * (2 * q_parts + v_parts)
+        # Rows of 128 bytes: k, v, twice d_s, p, twice q, d_out. Then half of d_q, twice shift, delta.
+        rows = tile.k * (q_parts + v_parts + 3) + tile.q * (2 * q_parts + v_parts)
         return {
             **super().constants(tile, shape, cell_bytes),
             "SHARED_BYTES": 128 * rows + 4 * tile.q * 32 * q_parts + 3 * 4 * tile.q + self.AROUND,
@@ -174,9 +172,9 @@ class Hoppers:
     def _is_wide(self, shape: Shape) -> bool:
         return max(shape.d, shape.d_v) > _BackwardSm90.NARROW
 
-    def workspace(self, shape: Shape, q_tiles: int) -> dict[str, int]:
+    def workspace(self, spec: Attention, shape: Shape, q_tiles: int) -> dict[str, int]:
         """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
-        rows = q_tiles * self._first.default_tile(PLAIN, shape).q
+        rows = q_tiles * self._first.default_tile(spec, shape).q
         turns = 2 * q_tiles if self._is_wide(shape) else q_tiles
         return {"rows": 2 * rows, "sums": rows * 64 * _halved(parts(shape.d)), "turns": turns}
 

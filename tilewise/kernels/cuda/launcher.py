@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewise.arrays import Array
+from tilewise.expr import Loaded as Slot
 from tilewise.kernels.cuda import compiler, gpu, marshal, structs
 from tilewise.kernels.cuda.gpu import LaunchError
 from tilewise.kernels.cuda.marshal import Tables
@@ -163,7 +166,7 @@ def tables_on(device: int, spec: Attention, shape: Shape, tile: Tile, rung: Rung
     lengths = () if spec.lengths is None else (spec.lengths.q.tobytes(), spec.lengths.k.tobytes())
     expressions = tuple(expr.key for expr in spec.expressions)
     constants = [slot.array for slot in spec.loaded if slot.constant]
-    key = (device, shape, tile, rung.name, lengths, expressions, *map(id, constants))
+    key = (device, shape, tile, rung.persistent, rung.planned, rung.by_key, lengths, expressions, *map(id, constants))
 
     def make() -> tuple[Tables, Any, Any]:
         _not_in_a_graph()
@@ -172,3 +175,22 @@ def tables_on(device: int, spec: Attention, shape: Shape, tile: Tile, rung: Rung
 
     tables, numbers, _ = _tables.found(key, make)
     return tables, numbers
+
+
+_readers: Kept[tuple[Any, Any, Any]] = Kept(_MOST_TABLES)
+
+
+def readers_on(
+    device: int, key: tuple[Any, ...], slots: Sequence[Slot], make: Callable[[], tuple[Array, Array]]
+) -> tuple[Any, Any]:
+    """Who reads each cell of an array, on the device. It is kept, unless callers' arrays decide: those may change."""
+    looked_at = [slot.array for slot in slots]
+
+    def made() -> tuple[Any, Any, Any]:
+        _not_in_a_graph()
+        order, begins = (gpu.moved(x, device) for x in make())
+        return order, begins, looked_at  # which stay, so that no other array gets their id
+
+    is_kept = all(slot.constant for slot in slots)
+    order, begins, _ = _readers.found((device, key, *map(id, looked_at)), made) if is_kept else made()
+    return order, begins

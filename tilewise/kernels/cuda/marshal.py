@@ -242,6 +242,38 @@ def backward(call: Any, arrays_of: dict[str, View]) -> Structure:
     return full  # type: ignore[no-any-return]
 
 
+def sums(full: Any, view: View, told: dict[str, int]) -> Structure:
+    """Sums of source/arrays.h around Backward. told: its other fields."""
+    made: Any = structs.sums_type(len(full.params.arrays))()
+    made.backward, made.sums = full, structs.Array(view.address, *view.steps[:3])
+    for name, value in told.items():
+        setattr(made, name, value)
+    return made  # type: ignore[no-any-return]
+
+
+def sums_maps(
+    views: dict[str, View], dtype: str, tile: Tile, table: Table | None, loaded: Sequence[View]
+) -> dict[str, TensorMap]:
+    """What the copy engine brings to source/arrays_sm90.cu. loaded: as Params has them."""
+    return tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, dtype, tile, table, loaded)
+
+
+def sums_launch(made: Any, maps: dict[str, bytes]) -> Structure:
+    """Launch of source/arrays_sm90.cu around Sums."""
+    full: Any = structs.aligned(structs.sums_launch_type(len(made.backward.params.arrays)))
+    for name, encoded in maps.items():
+        setattr(full, name, structs.TensorMapBytes.from_buffer_copy(encoded))
+    full.sums = made
+    return full  # type: ignore[no-any-return]
+
+
+def gathering(sums: View, cells: View, order: View, begins: View) -> tuple[Structure, int]:
+    """Gathering of source/cells.cu, and how many cells there are of all heads."""
+    heads = sums.shape[0] * sums.shape[1]
+    addresses = (x.address for x in (sums, cells, order, begins))
+    return structs.Gathering(*addresses, heads, sums.shape[2], cells.shape[2]), heads * cells.shape[2]
+
+
 def backward_launch(
     full: Any, shape: Shape, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes], at_once: int
 ) -> Structure:
@@ -305,13 +337,14 @@ def refinement(call: Any, made: Tables, joins: bool) -> Structure:
     return full  # type: ignore[no-any-return]
 
 
-def backward_refined_parts(by_query: Tables, by_key: Tables) -> dict[str, int]:
+def backward_refined_parts(by_query: Tables, by_key: Tables, tile: Tile) -> dict[str, int]:
     """Whole numbers that refined plans take: pairs and runs of either, and what is found of tiles, a byte a warp."""
     parts: dict[str, int] = {}
     for name, x in {"by_query": by_query, "by_key": by_key}.items():
         n_offsets = x.runs_at - x.offsets_at
         parts |= {f"offsets_{name}": 2 * n_offsets, f"runs_{name}": 3 * n_offsets * x.most_tiles}
-    return {**parts, "found": -(-(by_query.runs_at - by_query.offsets_at) * by_query.most_tiles // 2)}
+    found = (by_query.runs_at - by_query.offsets_at) * by_query.most_tiles * tile.q // 32
+    return {**parts, "found": -(-found // 4)}
 
 
 def backward_refinement_blocks(by_query: Tables, by_key: Tables, tile: Tile, threads: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from tilewise.derivative import score_slopes
-from tilewise.expr import S
+from tilewise.expr import Expr, S
 from tilewise.kernels.cuda import gpu, launcher, marshal, structs
 from tilewise.kernels.cuda.backward_rungs import BACKWARD, Hoppers
 from tilewise.kernels.cuda.choice import chosen
@@ -170,7 +170,7 @@ def prepare_backward(
         blocks = marshal.blocks(shape, tables, rung.by_key)
         if blocks == 0:
             continue
-        source, full, order = _backward_of(rung, spec, shape, fitting, views, loaded, tables, numbers)
+        source, full, order = backward_of(rung, spec, shape, fitting, views, loaded, tables, numbers)
         further = [getattr(type(full), name).offset // _WORD for name in structs.BACKWARD_ARRAYS]
         made.append(Prepared(device, source, blocks, full, [*_places(full, order, False), *further], [numbers]))
     return made
@@ -192,7 +192,7 @@ def prepare_backward_sm90(
     counts = marshal.backward_blocks(shape, by_key, by_query, at_once)
     made = []
     for rung, blocks in zip(rungs, counts, strict=True):
-        source, full, order = _backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers)
+        source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers)
         launch = marshal.backward_launch(full, shape, by_key, by_query, numbers_by_query.data_ptr(), maps, at_once)
         refining = None
         if rung is rungs[1]:  # which follows the plans
@@ -205,15 +205,17 @@ def prepare_backward_sm90(
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = [numbers, numbers_by_query]
         made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, refining, mapped))
-    return made, list(hoppers.workspace(shape, marshal.blocks(shape, by_query)).values())
+    return made, list(hoppers.workspace(spec, shape, marshal.blocks(shape, by_query)).values())
 
 
-def _backward_of(
+def backward_of(
     rung: Rung, spec: Attention, shape: Shape, tile: Tile, views: dict[str, View], loaded: Sequence[View],
-    tables: Tables, numbers: Any,
+    tables: Tables, numbers: Any, slope: Expr | None = None, copied: bool = False,
 ) -> tuple[Source, Any, list[int]]:  # fmt: skip
-    """A kernel's source and its Backward; and the places of the loaded arrays in it."""
-    source, slots = assembled(rung, spec, shape, tile, tables=False, slope=score_slopes(spec)[S])
+    """A kernel's source and its Backward; and the places of the loaded arrays in it. slope: by S, unless told. copied:
+    whether the copy engine may bring what the variant reads."""
+    slope = score_slopes(spec)[S] if slope is None else slope
+    source, slots = assembled(rung, spec, shape, tile, tables=copied, slope=slope)
     place = {id(slot.array): i for i, slot in enumerate(slots)}
     order = [place[id(slot.array)] for slot in spec.loaded]
     in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
@@ -248,7 +250,7 @@ def _backward_refining(
     order: Sequence[int], device: int,
 ) -> Refining | None:  # fmt: skip
     """Before Hopper's backward pass, whose parameters are told that plans come in pairs; at: where the tables are."""
-    sizes = marshal.backward_refined_parts(by_query, by_key)
+    sizes = marshal.backward_refined_parts(by_query, by_key, tile)
     total = sum(sizes.values())
     if not is_unseen(spec) or by_query.most_tiles == 0 or 4 * total > marshal.REFINED_AT_MOST:
         return None

@@ -47,7 +47,8 @@ def assembled(
 ) -> tuple[Source, list[Loaded]]:
     """The source of a call, made once for all calls of its kind; and the arrays it loads, in their order.
 
-    tables: whether the arrays begin where the copy engine can load them from. slope: of the score, for a backward pass.
+    tables: whether the arrays begin where the copy engine can load them from. slope: of the score, for a backward pass,
+    by S or by what it reads from an array.
     """
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
@@ -57,7 +58,10 @@ def assembled(
     key = (
         rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None, tables,
         *(layout(slot.array) for slot in slots),
-        *(None if e is None else (e.key, *(number[id(x.array)] for x in loads(e))) for e in (spec.score, spec.mask)),
+        *(
+            None if e is None else (e.key, *(number[id(x.array)] for x in loads(e)))
+            for e in (spec.score, spec.mask, slope)
+        ),
     )  # fmt: skip
 
     def make() -> Source:

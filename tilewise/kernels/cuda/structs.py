@@ -1,5 +1,5 @@
 """The structures that kernels take, field by field as in source/params.h, items.h, sm90.h, backward.h, sm90_backward.h,
-refine.cu and refine_backward.cu."""
+arrays.h, arrays_sm90.cu, cells.cu, refine.cu and refine_backward.cu."""
 
 from __future__ import annotations
 
@@ -85,6 +85,43 @@ def backward_type(n_arrays: int) -> type[Structure]:
         _fields_ = [("params", params_type(n_arrays)), *((name, Array) for name in BACKWARD_ARRAYS)]
 
     return Backward
+
+
+@cache
+def sums_type(n_arrays: int) -> type[Structure]:
+    """Sums of source/arrays.h, with Backward inside."""
+
+    class Sums(Structure):
+        _fields_ = [
+            ("backward", backward_type(n_arrays)),
+            ("sums", Array),
+            *((name, c_int32) for name in ("most_q", "most_k", "q_tiles", "k_tiles")),
+            *((name, c_int32) for name in ("kept_batch", "kept_heads", "summed_batch", "summed_heads", "splits")),
+        ]  # fmt: skip
+
+    return Sums
+
+
+SUMS_MAPS = ("q", "k", "v", "d_out", "table")
+
+
+@cache
+def sums_launch_type(n_arrays: int) -> type[Structure]:
+    """Launch of source/arrays_sm90.cu, with Sums inside."""
+
+    class SumsLaunch(Structure):
+        _fields_ = [*((name, TensorMapBytes) for name in SUMS_MAPS), ("sums", sums_type(n_arrays))]
+
+    return SumsLaunch
+
+
+class Gathering(Structure):
+    """Of source/cells.cu."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("sums", "cells", "order", "begins")),
+        *((name, c_int32) for name in ("heads", "n_readers", "n_cells")),
+    ]  # fmt: skip
 
 
 BACKWARD_MAPS = ("q", "k", "v", "d_out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewise.kernels import reads
 from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.structs import MAX_ARRAYS, MAX_RANK
 from tilewise.kernels.cuda.sums import MOST_POSITIONS
@@ -18,8 +19,8 @@ def unsupported(spec: Attention, shape: Shape, rung: str | None = None) -> str |
         reason = BACKWARD_SM90.unsupported(shape)
         if reason is not None:
             return f"of the backward pass, {reason}; 'tiled' has one for all"
-    if shape.backward and spec.wanted:
-        return "it sums up no gradients of arrays that a score reads; kernel='triton' does"
+    if shape.backward and reads.unsupported(spec) is not None:
+        return reads.unsupported(spec)
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
     if shape.dtype not in DTYPES:

@@ -11,10 +11,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise import arrays
+from tilewise.kernels.summing import key_of
 from tilewise.kernels.tables import sequences
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.fitting import padded
-from tilewise.kernels.uploads import kept_on, key_of, loaded_on
+from tilewise.kernels.uploads import kept_on, loaded_on
 from tilewise.spec import Attention, Shape, Tile
 
 

@@ -166,17 +166,20 @@ def _optimization(text: str) -> str:
 
 
 @cache
-def _runtime(compiler: tuple[str, ...]) -> Path:
-    """The simulator itself, which every program is linked with."""
+def _runtime_key(compiler: tuple[str, ...]) -> str:
     texts = [(FOLDER / name).read_text() for name in (*_RUNTIME, *_HEADERS)]
-    key = _key(*texts, *compiler, _version(compiler), *_RUNTIME_FLAGS)
+    return _key(*texts, *compiler, _version(compiler), *_RUNTIME_FLAGS)
+
+
+def _runtime(compiler: tuple[str, ...]) -> Path:
+    """The simulator itself, which every program is linked with; made again if the cache has forgotten it."""
 
     def make(folder: Path) -> Path:
         (folder / "all.cpp").write_text("".join(f'#include "{name}"\n' for name in _RUNTIME))
         command = [*compiler, *_RUNTIME_FLAGS, "-I", str(FOLDER), "-c", "all.cpp", "-o", "runtime.o"]
         return _run(command, folder, "runtime.o")
 
-    return _made(f"{key}.o", make)
+    return _made(f"{_runtime_key(compiler)}.o", make)
 
 
 def _key(*parts: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import score_slopes
-from tilewise.expr import S
+from tilewise.expr import Expr, Loaded, S
 from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, simulator, structs, support
+from tilewise.kernels.cuda.array_gradients import gradients
+from tilewise.kernels.cuda.array_rungs import ANY_CALL, CELLS, copies
 from tilewise.kernels.cuda.backward_rungs import BACKWARD, Hoppers, hoppers_backward
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
@@ -111,14 +114,53 @@ def _backward(
     kept = {name: _walkable(x) for name, x in {**given, **made}.items()}
     views = {name: View.of_numpy(x) for name, x in kept.items()}
     shape = Shape.of(spec, given["q"], given["k"], given["v"])
-    if hoppers is not None and hoppers.unsupported(shape) is None:
+    hopper = hoppers is not None and hoppers.unsupported(shape) is None
+    if hoppers is not None and hopper:
         _launch_sm90(hoppers, spec, shape, views, order, seed)
     else:
         _launch_tiled(spec, shape, views, tile, order, seed)
     d_q, d_k, d_v = (arrays.narrow(arrays.widen(made[f"d_{name}"], np.float32), arrays.dtype_name(x))
                      for name, x in (("q", q), ("k", k), ("v", v)))  # fmt: skip
     of_sinks = None if spec.sinks is None else d_sinks(spec.sinks, given["lse"], made["delta"])
-    return Grads(d_q, d_k, d_v, of_sinks, ())
+    of_arrays = gradients(_Simulated(spec, shape, views, order, seed), spec, shape, tile, hopper)
+    stored = zip(of_arrays, spec.wanted, strict=True)
+    return Grads(d_q, d_k, d_v, of_sinks, tuple(arrays.narrow(x, arrays.dtype_name(slot.array)) for x, slot in stored))
+
+
+class _Simulated:
+    """Where gradients of arrays are summed up (array_gradients.Machine)."""
+
+    at_once = MULTIPROCESSORS
+
+    def __init__(self, spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int) -> None:
+        self._spec, self._shape, self._views, self._order, self._seed = spec, shape, views, order, seed
+
+    def zeros(self, shape: tuple[int, ...], dtype: str) -> Array:
+        return np.zeros(shape, dtype)
+
+    def tables(self, rung: Rung, tile: Tile) -> marshal.Tables:
+        return marshal.tables(self._spec, self._shape, tile, rung)
+
+    def sum_up(self, rung: Rung, tile: Tile, slope: Expr, sums: Array, told: dict[str, int], count: int) -> None:
+        tables = self.tables(rung, tile)
+        text, full, held = _backward_of(rung, self._spec, self._shape, tile, self._views, tables, slope, copies(rung))
+        params = marshal.sums(full, View.of_numpy(sums), told)
+        if copies(rung):
+            loaded = [View.of_numpy(x) for x in held]
+            maps = marshal.sums_maps(self._views, self._shape.dtype, tile, text.table, loaded)
+            params = marshal.sums_launch(params, {name: bytes(x.simulated()) for name, x in maps.items()})
+        _launch(text, params, count, self._order, self._seed)
+
+    def readers(
+        self, key: tuple[Any, ...], slots: Sequence[Loaded], make: Callable[[], tuple[Array, Array]]
+    ) -> tuple[Array, Array]:
+        return make()
+
+    def gather(self, sums: Array, cells: Array, order: Array, begins: Array) -> None:
+        sums = np.ascontiguousarray(sums)
+        told, count = marshal.gathering(*map(View.of_numpy, (sums, cells, order, begins)))
+        text, _ = assembled(CELLS, *ANY_CALL, simulator.headers())
+        _launch(text, told, CELLS.blocks(count), self._order, self._seed)
 
 
 def _launch_tiled(
@@ -142,7 +184,7 @@ def _launch_sm90(
     q_tiles = marshal.blocks(shape, by_query)
     if q_tiles == 0:
         return
-    numbers = hoppers.workspace(shape, q_tiles)
+    numbers = hoppers.workspace(spec, shape, q_tiles)
     space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
     space["next_item"] = np.zeros(1, np.int32)
     copied = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)
@@ -158,10 +200,15 @@ def _launch_sm90(
 
 
 def _backward_of(
-    rung: Rung, spec: Attention, shape: Shape, tile: Tile, views: dict[str, View], tables: marshal.Tables
-) -> tuple[Source, Any, list[Array]]:
-    """A kernel's source and its Backward; and the arrays that it reads, to be held until it ran."""
-    text, slots = assembled(rung, spec, shape, tile, simulator.headers(), False, score_slopes(spec)[S])
+    rung: Rung, spec: Attention, shape: Shape, tile: Tile, views: dict[str, View], tables: marshal.Tables,
+    slope: Expr | None = None, copied: bool = False,
+) -> tuple[Source, Any, list[Array]]:  # fmt: skip
+    """A kernel's source and its Backward; and the arrays that it reads, to be held until it ran. slope: by S, unless
+    told. copied: whether the copy engine may bring what it reads."""
+    slope = score_slopes(spec)[S] if slope is None else slope
+    begins = [int(_walkable(arrays.as_numpy(slot.array)).ctypes.data) for slot in spec.loaded]
+    copied = copied and all(at % 16 == 0 for at in begins)
+    text, slots = assembled(rung, spec, shape, tile, simulator.headers(), copied, slope)
     loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
     operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
     at, loaded_views = int(tables.numbers.ctypes.data), [View.of_numpy(x) for x in loaded]

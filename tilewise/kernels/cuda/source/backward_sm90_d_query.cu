@@ -14,6 +14,7 @@ extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constan
     const int first_query = (tile - sequence.first_tile) * TILE_Q;
     const int b = head / params.heads, h = head % params.heads;
     const int half = threadIdx.x / 128, lane = threadIdx.x % 32, quarter = lane % 4;
+    const int column = HALVES_QUERIES ? 0 : half * HALF;
     const int64 at = tile_of(launch, b, h, tile);
     const bool any = !ORDERED || launch.turns[at * TURNS] > 0;  // else the query tile met no key tile, and nothing was stored
     const float4* const sums = reinterpret_cast<const float4*>(launch.sums + (at * 2 + half) * (HALF_BYTES / 4)) + threadIdx.x % 128;
@@ -28,8 +29,8 @@ extern "C" __global__ void __launch_bounds__(256) attention(const __grid_constan
     }
 #pragma unroll
     for (int lower = 0; lower < 2; lower++) {
-        const int query = first_query + threadIdx.x / 32 % 4 * 16 + lane / 4 + lower * 8;
-        Element* const row = row_of<Element>(launch.backward.d_q, b, h, sequence.q_begin + query) + half * HALF;
-        store_row<HALF>(row, &held[0][lower * 2], params.scale, quarter, query < sequence.n_q, D - half * HALF);
+        const int query = first_query + (HALVES_QUERIES ? half * 64 : 0) + threadIdx.x / 32 % 4 * 16 + lane / 4 + lower * 8;
+        Element* const row = row_of<Element>(launch.backward.d_q, b, h, sequence.q_begin + query) + column;
+        store_row<HALF>(row, &held[0][lower * 2], params.scale, quarter, query < sequence.n_q, D - column);
     }
 }

@@ -3,6 +3,8 @@
 
 typedef long long int64;
 
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 struct Array {  // (batch, heads, n, d) or (batch, heads, n) numbers, the last dimension side by side
     char* data;
     int64 batch, head, row;  // steps, counted in numbers

@@ -92,7 +92,7 @@ struct Joiner {
             last_visited = max(last_visited, last[w]);
         }
     }
-    __device__ int kind(int i, int w) const { return kind_of(found + i * WARPS + 2 * w); }
+    __device__ int kind(int i, int w) const { return kind_of<2>(found + i * WARPS + 2 * w); }
     __device__ int joined(int i) const {
         int kinds = 0, forced = 0;
         for (int w = 0; w < WARPGROUPS; w++) {

@@ -7,8 +7,8 @@ constexpr int GROUPS = THREADS / TILE_Q;  // of threads, a thread a query: a blo
 constexpr int SOME = 1, ALL = 2;  // what holds for the rows of a warp
 constexpr bool SHARES_KEYS = sizeof(variant::Key) <= KEY_ROOM;
 
-// Each group has a key tile of `work`, and its kind in the plan, EMPTY if there is none. What is found goes to a byte for each
-// of its warps.
+// Each group has a key tile of `work`, and its kinds in the plan, of each 64 queries, EMPTY if there is none. What is found goes
+// to a byte for each of its warps.
 __device__ __forceinline__ void look_at(const Params& params, const Work& work, int key_tile, int kinds, unsigned char* found,
                                         unsigned char* memory) {
     const int group = threadIdx.x / TILE_Q, thread = threadIdx.x % TILE_Q;
@@ -41,10 +41,14 @@ __device__ __forceinline__ void look_at(const Params& params, const Work& work, 
     }
     if (thread % 32 == 0) found[thread / 32] = seen;
 }
-// The kinds of one warpgroup's tile, from what its two warps found.
-__device__ __forceinline__ int kind_of(const unsigned char* found) {
-    if (!((found[0] | found[1]) & SOME)) return EMPTY;
-    return found[0] & found[1] & ALL ? FULL : PARTIAL;
+// The kind of a tile, from what warps found.
+template <int COUNT> __device__ __forceinline__ int kind_of(const unsigned char* found) {
+    int any = 0, every = ALL;
+    for (int warp = 0; warp < COUNT; warp++) {
+        any |= found[warp];
+        every &= found[warp];
+    }
+    return !(any & SOME) ? EMPTY : every ? FULL : PARTIAL;
 }
 
 // Tiles of one kind side by side become a run; a lane has a tile.

@@ -69,7 +69,7 @@ __device__ __forceinline__ int* refined_of(const Refinement& call, bool by_key) 
     const Plan& first = call.by_query;
     return call.refined + (by_key ? first.n_offsets * (2 + 3 * int64(first.most)) : 0);
 }
-// What the two warps of a query tile found of a key tile.
+// What the warps of a query tile found of a key tile.
 __device__ __forceinline__ unsigned char* found_at(const Refinement& call, const Place& query, int index) {
     int* const behind = refined_of(call, true) + call.by_key.n_offsets * (2 + 3 * int64(call.by_key.most));
     return reinterpret_cast<unsigned char*>(behind) + (int64(query.at) * call.by_query.most + index) * WARPS;
@@ -87,13 +87,15 @@ __device__ __forceinline__ void look(const Refinement& call, unsigned char* memo
     work.hk = place.h / call.params.group;
     work.tile = place.tile;
     work.first_query = place.tile * TILE_Q;
-    look_at(call.params, work, key.x, key.y, found_at(call, place, index), memory);
+    int kinds = 0;
+    for (int row = 0; row < TILE_Q; row += 64) kinds |= key.y << row / 64 * 2;
+    look_at(call.params, work, key.x, kinds, found_at(call, place, index), memory);
 }
 
 // Of a tile that `place` meets.
 __device__ __forceinline__ int kind_found(const Refinement& call, const Place& place, int tile, bool by_key) {
     const Place query(call.by_query, place.sequence, place.b, place.h, by_key ? tile : place.tile);
-    return kind_of(found_at(call, query, query.index_of(by_key ? place.tile : tile)));
+    return kind_of<WARPS>(found_at(call, query, query.index_of(by_key ? place.tile : tile)));
 }
 __device__ __forceinline__ void join(const Refinement& call) {
     const int queries = call.batches * call.heads * call.by_query.tiles, lane = threadIdx.x;

@@ -3,12 +3,10 @@
 
 #include "items.h"
 #include "sm90_tiles.h"
+#include "sm90_table.h"
 
 constexpr int Q_BYTES = TILE_Q * Q_PARTS * ROW_BYTES, K_BYTES = TILE_K * Q_PARTS * ROW_BYTES,
               V_BYTES = TILE_K * V_PARTS * ROW_BYTES;
-// A tile of the table, if there is one, comes with each tile of keys: of all its queries, in parts of 128 bytes a row.
-constexpr int TABLE_COLUMNS = ROW_BYTES / sizeof(variant::TableCell), TABLE_PARTS = ceil_div(TILE_K, TABLE_COLUMNS),
-              TABLE_BYTES = TABLE_PARTS * TILE_Q * ROW_BYTES;
 constexpr int WARPGROUPS = TILE_Q / 64, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
 
 struct Launch {  // as in ../structs.py

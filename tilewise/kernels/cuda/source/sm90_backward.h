@@ -6,8 +6,9 @@
 
 // Two warpgroups compute, each with 64 keys. If heads are wide, they have the same 64 keys, and each half of the columns.
 constexpr int WARPGROUPS = 2, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
+constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 constexpr bool WIDE = TILE_K == 64;
-static_assert(TILE_Q == PART && (WIDE || TILE_K == 128), "scores of a key are one row of 128 bytes");
+static_assert(WIDE ? TILE_Q == 64 : TILE_K == 128 && (TILE_Q == 64 || TILE_Q == 128), "as warpgroups share them");
 constexpr int QUERIES = WIDE ? TILE_Q / 2 : TILE_Q;  // of which a warpgroup has scores
 
 // Columns are halved, so that three parts count as four: what is beyond the last is 0.
@@ -15,12 +16,14 @@ __host__ __device__ constexpr int halved(int parts) { return parts == 3 ? 4 : pa
 constexpr int K_PARTS = halved(Q_PARTS), O_PARTS = halved(V_PARTS);  // of q and k, of d_out and v
 constexpr int K_BYTES = TILE_K * K_PARTS * ROW_BYTES, V_BYTES = TILE_K * O_PARTS * ROW_BYTES,
               Q_BYTES = TILE_Q * K_PARTS * ROW_BYTES, O_BYTES = TILE_Q * O_PARTS * ROW_BYTES,
-              S_BYTES = TILE_K * ROW_BYTES, ROWS_BYTES = TILE_Q * 4;
-constexpr int K_STAGES = STAGES, S_STAGES = WIDE ? 2 : STAGES, P_STAGES = WIDE ? 2 : 0, Q_STAGES = WIDE ? 2 : 3,
-              O_STAGES = WIDE ? 1 : 2;
-// d_q of a step goes to its sums in pieces: a half of the columns, or, if heads are wide, a quarter.
-constexpr int HALF = K_PARTS * PART / 2, PIECE = WIDE ? HALF / 2 : HALF;
-constexpr int HALF_BYTES = TILE_Q * HALF * 4, PIECE_BYTES = TILE_Q * PIECE * 4;
+              S_PART_BYTES = TILE_K * ROW_BYTES, S_BYTES = TILE_Q / 64 * S_PART_BYTES,  // a part: of 64 queries
+              ROWS_BYTES = TILE_Q * 4;
+constexpr int Q_STAGES = 2, O_STAGES = WIDE ? 1 : 2, S_STAGES = TILE_Q == 64 ? 2 : 1;
+// d_q of a step: a warpgroup has half of it, 64 of 128 queries, or of 64 queries half of the columns. It goes to its sums by
+// halves, or, if heads are wide, by quarters.
+constexpr bool HALVES_QUERIES = TILE_Q == 128;
+constexpr int HALF = HALVES_QUERIES ? K_PARTS * PART : K_PARTS * PART / 2, PIECE = WIDE ? HALF / 2 : HALF;
+constexpr int HALF_BYTES = 64 * HALF * 4, PIECE_BYTES = 64 * PIECE * 4;
 constexpr int TURNS = WIDE ? 2 : 1;  // of each query tile: halves of wide heads have their own
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -142,31 +145,32 @@ struct Shared {
     uint32 base;
     unsigned char* memory;
 
-    static constexpr int V = K_STAGES * K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES,
-                         D_S = D_OUT + O_STAGES * O_BYTES, P = D_S + S_STAGES * S_BYTES, D_Q = P + P_STAGES * S_BYTES,
+    static constexpr int V = K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES,
+                         D_S = D_OUT + O_STAGES * O_BYTES, P = D_S + S_STAGES * S_BYTES, D_Q = P + (WIDE ? S_BYTES : 0),
                          SHIFT = D_Q + (WIDE ? 2 : 4) * PIECE_BYTES, DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
-                         BARRIERS = DELTA + O_STAGES * ROWS_BYTES, ITEM = BARRIERS + 192, MEETING = ITEM + 64, ADDITION = MEETING + 64, END = BARRIERS + 384;
+                         BARRIERS = DELTA + O_STAGES * ROWS_BYTES, ITEM = BARRIERS + 192, MEETING = ITEM + 64,
+                         ADDITION = MEETING + 64, END = BARRIERS + 384;
 
     __device__ __forceinline__ explicit Shared(unsigned char* given) {
         const uint32 at = hw::shared_address(given);
         base = (at + 1023) & ~1023u;  // what 128-byte swizzling needs
         memory = given + (base - at);
     }
-    __device__ __forceinline__ uint32 k(int stage) const { return base + stage * K_BYTES; }
+    __device__ __forceinline__ uint32 k() const { return base; }
     __device__ __forceinline__ uint32 v() const { return base + V; }
     __device__ __forceinline__ uint32 q(int stage) const { return base + Q + stage * Q_BYTES; }
     __device__ __forceinline__ uint32 d_out(int stage) const { return base + D_OUT + stage * O_BYTES; }
     __device__ __forceinline__ uint32 d_s(int stage) const { return base + D_S + stage * S_BYTES; }
-    __device__ __forceinline__ uint32 p(int stage) const { return base + P + stage * S_BYTES; }
+    __device__ __forceinline__ uint32 p() const { return base + P; }
     __device__ __forceinline__ uint32 d_q(int storer, int piece) const {
         return base + D_Q + (WIDE ? storer : storer * 2 + piece) * PIECE_BYTES;
     }
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
-    // The key tile at hand, of each stage of k: which one of which sequence and key head, and how many query tiles it meets;
-    // -1 if there are no more. The query tile at hand, of each stage of q. And of each stage of d_out, where what is added to
-    // d_q goes, and after how many other key tiles'.
+    // The key tile at hand: which one of which sequence and key head, and how many query tiles it meets; -1 if there are no
+    // more. The query tile at hand, of each stage of q. And of each stage of d_out, where what is added to d_q goes, and after
+    // how many other key tiles'.
     struct Item {
         int j, sequence, b, hk, visits;
     };
@@ -177,14 +181,11 @@ struct Shared {
         int64 tile;
         int turn, unused;
     };
-    static_assert(K_STAGES * sizeof(Item) <= MEETING - ITEM && Q_STAGES * sizeof(Meeting) <= ADDITION - MEETING &&
+    static_assert(sizeof(Item) <= MEETING - ITEM && Q_STAGES * sizeof(Meeting) <= ADDITION - MEETING &&
                   O_STAGES * sizeof(Addition) <= END - ADDITION, "all have room");
-    __device__ __forceinline__ volatile Item& item(int stage) const {
-        return reinterpret_cast<volatile Item*>(memory + ITEM)[stage];
-    }
-    __device__ __forceinline__ Item copy_of_item(int stage) const {
-        const volatile Item& from = item(stage);
-        return {from.j, from.sequence, from.b, from.hk, from.visits};
+    __device__ __forceinline__ volatile Item& item() const { return *reinterpret_cast<volatile Item*>(memory + ITEM); }
+    __device__ __forceinline__ Item copy_of_item() const {
+        return {item().j, item().sequence, item().b, item().hk, item().visits};
     }
     __device__ __forceinline__ volatile Meeting& meeting(int stage) const {
         return reinterpret_cast<volatile Meeting*>(memory + MEETING)[stage];
@@ -196,41 +197,34 @@ struct Shared {
     __device__ __forceinline__ uint32 barrier(int i) const { return base + BARRIERS + 8 * i; }
     __device__ __forceinline__ uint32 v_full() const { return barrier(0); }
     __device__ __forceinline__ uint32 v_free() const { return barrier(1); }
-    __device__ __forceinline__ uint32 k_full(int stage) const { return barrier(2 + stage); }
-    __device__ __forceinline__ uint32 k_free(int stage) const { return barrier(4 + stage); }
-    __device__ __forceinline__ uint32 q_full(int stage) const { return barrier(6 + stage); }
-    __device__ __forceinline__ uint32 q_free(int stage) const { return barrier(9 + stage); }
-    __device__ __forceinline__ uint32 d_out_full(int stage) const { return barrier(12 + stage); }
-    __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(14 + stage); }
-    __device__ __forceinline__ uint32 tail(int loader) const { return barrier(16 + loader); }
-    __device__ __forceinline__ uint32 d_q_free(int storer) const { return barrier(18 + storer); }
-    __device__ __forceinline__ uint32 d_s_full(int stage) const { return barrier(20 + stage); }
-    __device__ __forceinline__ uint32 d_s_free(int stage) const { return barrier(22 + stage); }
+    __device__ __forceinline__ uint32 k_full() const { return barrier(2); }
+    __device__ __forceinline__ uint32 k_free() const { return barrier(3); }
+    __device__ __forceinline__ uint32 d_s_free() const { return barrier(4); }
+    __device__ __forceinline__ uint32 q_full(int stage) const { return barrier(5 + stage); }
+    __device__ __forceinline__ uint32 q_free(int stage) const { return barrier(7 + stage); }
+    __device__ __forceinline__ uint32 d_out_full(int stage) const { return barrier(9 + stage); }
+    __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(11 + stage); }
+    __device__ __forceinline__ uint32 tail(int loader) const { return barrier(13 + loader); }
+    __device__ __forceinline__ uint32 d_q_free(int storer) const { return barrier(15 + storer); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(v_full(), 1);
         hw::mbarrier_init(v_free(), CONSUMER_WARPS);
-        for (int stage = 0; stage < K_STAGES; stage++) {
-            hw::mbarrier_init(k_full(stage), 1);
-            hw::mbarrier_init(k_free(stage), CONSUMER_WARPS + 3);  // and who else reads the item: the loader of v, two storers
-        }
-        for (int stage = 0; stage < Q_STAGES; stage++) {
+        hw::mbarrier_init(k_full(), 1);
+        hw::mbarrier_init(k_free(), CONSUMER_WARPS + 3);  // and who else reads the item: the loader of v, two storers
+        hw::mbarrier_init(d_s_free(), CONSUMER_WARPS);
+        for (int stage = 0; stage < 2; stage++) {
             hw::mbarrier_init(q_full(stage), 1);
             hw::mbarrier_init(q_free(stage), CONSUMER_WARPS);
-        }
-        for (int stage = 0; stage < 2; stage++) {
             hw::mbarrier_init(d_out_full(stage), 1);
             hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS + TURNS);  // and the storers that read the addition
             hw::mbarrier_init(tail(stage), 1);
             hw::mbarrier_init(d_q_free(stage), 1);
-            hw::mbarrier_init(d_s_full(stage), CONSUMER_WARPS);
-            hw::mbarrier_init(d_s_free(stage), CONSUMER_WARPS);
         }
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: a warpgroup has written its d_s, or both have; a piece of d_q for a storer; the first leads.
-    static __device__ __forceinline__ int d_s_written(int warpgroup) { return 1 + warpgroup; }
-    static __device__ __forceinline__ int d_q_written(int storer, int piece) { return 3 + storer * 2 + piece; }
-    static constexpr int FIRST_LEADS = 7;
+    // Named barriers: both warpgroups have written their d_s; a piece of d_q for a storer.
+    static constexpr int D_S_WRITTEN = 1;
+    static __device__ __forceinline__ int d_q_written(int storer, int piece) { return 2 + storer * 2 + piece; }
 };

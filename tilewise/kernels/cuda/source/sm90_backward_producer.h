@@ -60,16 +60,16 @@ struct Loader {
     }
 
     __device__ __forceinline__ void bring_keys_and_queries() {
-        Ring<K_STAGES> k_ring;
+        Ring<1> k_ring;
         Ring<Q_STAGES> q_ring;
         k_ring.parity = q_ring.parity = 1;  // all places are free
         while (true) {
-            wait_together(shared.k_free(k_ring.stage), k_ring.parity);
+            wait_together(shared.k_free(), k_ring.parity);
             const int index = next_index();
-            volatile Shared::Item& told = shared.item(k_ring.stage);
+            volatile Shared::Item& told = shared.item();
             if (index >= launch.items) {
                 if (lane == 0) told.j = -1;
-                if (lane == 0) hw::mbarrier_arrive(shared.k_full(k_ring.stage));
+                if (lane == 0) hw::mbarrier_arrive(shared.k_full());
                 return;
             }
             const Shared::Item item = item_of(index);
@@ -84,8 +84,8 @@ struct Loader {
                 told.visits = visits;
             }
             // 1 load k
-            load<TILE_K, K_PARTS>(shared.k(k_ring.stage), &launch.k, shared.k_full(k_ring.stage),
-                                  sequence.k_begin + item.j * TILE_K, item.hk, item.b, sequence.n_k - item.j * TILE_K);
+            load<TILE_K, K_PARTS>(shared.k(), &launch.k, shared.k_full(), sequence.k_begin + item.j * TILE_K, item.hk, item.b,
+                                  sequence.n_k - item.j * TILE_K);
             k_ring.advance();
             // for each q tile of the schedule: q
             while (at.next()) {
@@ -105,16 +105,16 @@ struct Loader {
     }
 
     __device__ __forceinline__ void bring_values() {
-        Ring<K_STAGES> k_ring;
+        Ring<1> k_ring;
         Ring<1> v_ring;
         Ring<O_STAGES> o_ring;
         v_ring.parity = o_ring.parity = 1;
         while (true) {
-            wait_together(shared.k_full(k_ring.stage), k_ring.parity);
-            const Shared::Item item = shared.copy_of_item(k_ring.stage);
+            wait_together(shared.k_full(), k_ring.parity);
+            const Shared::Item item = shared.copy_of_item();
             if (item.j < 0) return;
             __syncwarp();  // all lanes have read the item
-            if (lane == 0) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
+            if (lane == 0) hw::mbarrier_arrive(shared.k_free());
             k_ring.advance();
             wait_together(shared.v_free(), v_ring.parity);
             v_ring.advance();
@@ -156,15 +156,15 @@ struct Storer {
         : launch(launch), shared(shared), number(number), leads(threadIdx.x % 32 == 0) {}
 
     __device__ __forceinline__ void run() const {
-        Ring<K_STAGES> k_ring;
+        Ring<1> k_ring;
         uint32 step = WIDE ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
         while (true) {
-            hw::mbarrier_wait(shared.k_full(k_ring.stage), k_ring.parity);
-            const int j = shared.item(k_ring.stage).j;
-            steps += shared.item(k_ring.stage).visits;
+            hw::mbarrier_wait(shared.k_full(), k_ring.parity);
+            const int j = shared.item().j;
+            steps += shared.item().visits;
             if (j < 0) return;
             __syncwarp();  // all lanes have read the item
-            if (leads) hw::mbarrier_arrive(shared.k_free(k_ring.stage));
+            if (leads) hw::mbarrier_arrive(shared.k_free());
             k_ring.advance();
             for (; int(steps - step) > 0; step += WIDE ? 1 : 2) add(step);
         }

@@ -36,25 +36,6 @@ __device__ __forceinline__ float largest_of_quad(float x) {
 __device__ __forceinline__ int exponent_of(float x) { return int(__float_as_uint(x) >> 23) - 127; }
 __device__ __forceinline__ float power_of_2(int exponent) { return __uint_as_float(unsigned(127 + exponent) << 23); }
 
-// A thread's two rows of the table's tile, swizzled as the copy engine does: chunks of 16 bytes change places by row.
-struct TableRows {
-    const unsigned char* first;  // the tile
-    int row, lane;
-
-    // Cells of columns n * 8 + lane % 4 * 2 and the next, of the row or of that 8 below.
-    __device__ __forceinline__ void read_two(int n, int half, float& x, float& y) const {
-        struct alignas(2 * sizeof(variant::TableCell)) Two {
-            variant::TableCell x, y;
-        };
-        const int byte = (n * 8 + lane % 4 * 2) * sizeof(variant::TableCell), column = byte % ROW_BYTES;
-        const int chunk = (column / 16) ^ row % 8;
-        const unsigned char* const at = first + byte / ROW_BYTES * (TILE_Q * ROW_BYTES) + (row + half * 8) * ROW_BYTES;
-        const Two two = *reinterpret_cast<const Two*>(at + chunk * 16 + column % 16);
-        x = widen(two.x);
-        y = widen(two.y);
-    }
-};
-
 template <int KEYS> struct Softmax {
     float s[KEYS / 2];
     float row_max[2];  // as exponents of 2

@@ -1,8 +1,6 @@
 // How tiles of 16-bit numbers lie in shared memory, for the copy engine and for wgmma, and how pipelines of them go round.
 #pragma once
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // Parts of 64 columns, whose rows have 128 bytes, as the copy engine swizzles them.
 constexpr int PART = 64, ROW_BYTES = 128;
 constexpr int Q_PARTS = ceil_div(D, PART), V_PARTS = ceil_div(D_V, PART);

@@ -1,8 +1,6 @@
 // Tiles in shared memory: rows of floats, four more than there are columns, so that neighbouring rows differ in banks.
 #pragma once
 
-__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 template <int ROWS, int COLUMNS> struct Tile {
     static constexpr int STEP = COLUMNS + 4, BYTES = ROWS * STEP * 4;
     float* data;
@@ -16,6 +14,11 @@ template <int ROWS, int COLUMNS> struct Tile {
         float* to = at(row, column, 1 HERE);
         WRITES(to, 1);
         *to = value;
+    }
+    __device__ __forceinline__ float one(int row, int column WHERE) const {
+        const float* from = at(row, column, 1 HERE);
+        READS(from, 1);
+        return *from;
     }
     __device__ __forceinline__ float2 two(int row, int column WHERE) const {
         const float* from = at(row, column, 2 HERE);

@@ -1,0 +1,253 @@
+// A consumer warpgroup of Hopper's backward pass: key tile after key tile, it meets the query tiles that the producer brings.
+// What both kernels do with scores is here, from a query tile's arrival to p and d_s; what they make of these is their own.
+#pragma once
+
+constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
+
+// Of 64 keys a thread has two (g and g + 8 of its warp's 16). Of each eight queries it has two:
+// s[n * 4 + half * 2 + e] is key g + half * 8, query n * 8 + lane % 4 * 2 + e.
+struct Scores {
+    const Launch& launch;
+    const Params& params;
+    const Shared& shared;
+    const int number, lane;
+    uint32 keys = 0, steps = 0;  // key tiles and query tiles until now: stages and parities follow from them
+    float s[QUERIES / 2], d_p[QUERIES / 2];
+    float plain[variant::HAS_SLOPE ? QUERIES / 2 : 1];  // scores as they were, for their slopes
+    float2 shift[QUERIES / 8];
+    uint32 p[QUERIES / 16][4], d_s[QUERIES / 16][4];  // narrowed, as products take them from registers
+    bool is_partial = false;  // the query tile at hand
+
+    __device__ __forceinline__ Scores(const Launch& launch, const Shared& shared, int number)
+        : launch(launch), params(launch.backward.params), shared(shared), number(number), lane(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ void arrive(uint32 bar) const {
+        if (lane == 0) hw::mbarrier_arrive(bar);
+    }
+    // Of the warpgroup and of the warp, in the tile.
+    __device__ __forceinline__ int first_query() const { return WIDE ? number * QUERIES : 0; }
+    __device__ __forceinline__ int first_of_64() const { return WIDE ? 0 : number * 64; }
+    __device__ __forceinline__ int first_row() const { return first_of_64() + threadIdx.x / 32 % 4 * 16; }
+    __device__ __forceinline__ int first_key() const { return first_row() + lane / 4; }
+    // Stages of the query tile at hand.
+    __device__ __forceinline__ int q_stage() const { return steps % Q_STAGES; }
+    __device__ __forceinline__ int d_out_stage() const { return steps % O_STAGES; }
+    __device__ __forceinline__ uint32 d_s_tile() const { return shared.d_s(steps % S_STAGES); }
+
+    // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys and queries
+    template <int PARTS_DEPTH, bool ADD>
+    __device__ __forceinline__ void multiply_rows(float (&to)[QUERIES / 2], uint32 keys, uint32 queries) const {
+        const uint64 a_at = swizzled_128(hw::anew(keys) + first_of_64() * ROW_BYTES, 8 * ROW_BYTES, 16);
+        const uint64 b_at = swizzled_128(hw::anew(queries) + first_query() * ROW_BYTES, 8 * ROW_BYTES, 16);
+#pragma unroll
+        for (int k = 0; k < PARTS_DEPTH / 16; k++) {
+            const uint64 a = a_at + ((k / 4) * TILE_K * ROW_BYTES + k % 4 * 32) / 16;
+            const uint64 b = b_at + ((k / 4) * TILE_Q * ROW_BYTES + k % 4 * 32) / 16;
+            if (k == 0) hw::wgmma<QUERIES, ADD>(to, a, b);
+            else hw::wgmma<QUERIES, true>(to, a, b);
+        }
+        hw::wgmma_commit();
+    }
+    __device__ __forceinline__ void begin_s_and_d_p() {
+        hw::mbarrier_wait(shared.q_full(q_stage()), steps / Q_STAGES % 2);
+        is_partial = shared.meeting(q_stage()).kind == PARTIAL;
+        hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);
+        clear_to_delta();
+        hw::wgmma_fence();
+        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));
+        multiply_rows<COLUMNS, true>(d_p, shared.v(), shared.d_out(d_out_stage()));
+    }
+    // The numbers of two neighbouring queries.
+    __device__ __forceinline__ float2 two_of(uint32 rows, int n) const {
+        return *reinterpret_cast<const float2*>(shared.memory + (rows - shared.base) +
+                                                (first_query() + n * 8 + lane % 4 * 2) * 4);
+    }
+    // Of all keys each query's -delta, to which products are added.
+    __device__ __forceinline__ void clear_to_delta() {
+#pragma unroll
+        for (int n = 0; n < QUERIES / 8; n++) {
+            const float2 delta = two_of(shared.delta(d_out_stage()), n);
+            d_p[n * 4] = d_p[n * 4 + 2] = delta.x;
+            d_p[n * 4 + 1] = d_p[n * 4 + 3] = delta.y;
+        }
+        hw::pin(d_p);
+    }
+    __device__ __forceinline__ void read_shift() {
+#pragma unroll
+        for (int n = 0; n < QUERIES / 8; n++) shift[n] = two_of(shared.shift(q_stage()), n);
+    }
+
+    // 3 score
+    // 4 mask (PARTIAL tiles only)
+    // 5 p, d_s. Rows that see no key, and those beyond the last query, are shifted by infinity: their weights are 0.
+    __device__ __forceinline__ Work work() const {
+        const volatile Shared::Item& item = shared.item();
+        const volatile Shared::Meeting& meeting = shared.meeting(q_stage());
+        Work work;
+        work.sequence = params.sequences[item.sequence];
+        work.b = item.b;
+        work.h = meeting.h;
+        work.hk = item.hk;
+        work.tile = meeting.tile;
+        work.first_query = meeting.tile * TILE_Q;
+        return work;
+    }
+    // For each of the thread's scores, with the query's and the key's values of the variant.
+    template <class Act> __device__ __forceinline__ void for_each(Act act) {
+        const Work work = this->work();
+        const variant::Head head = variant::head(params, work);
+        const int tile = shared.item().j * TILE_K;
+        const variant::Key key[2] = {variant::key(params, head, tile, first_key()),
+                                     variant::key(params, head, tile, first_key() + 8)};
+#pragma unroll
+        for (int n = 0; n < QUERIES / 8; n++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                const int query = work.first_query + first_query() + n * 8 + lane % 4 * 2 + e;
+                const variant::Row row = variant::seen_from(variant::row(params, head, query), tile);
+#pragma unroll
+                for (int half = 0; half < 2; half++)
+                    act(n * 4 + half * 2 + e, query, head, row, key[half], variant::near_cells(row, key[half]));
+            }
+    }
+    __device__ __forceinline__ void score() {
+        if (!SCORED && !is_partial) return;
+        const int n_q = params.sequences[shared.item().sequence].n_q;  // of what is beyond, a variant may make anything
+        for_each([&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
+                     const variant::Near& near) {
+            if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
+            if (query >= n_q || (is_partial && !variant::mask(params, head, row, key, near))) s[i] = -INFINITY;
+        });
+    }
+    // lse is subtracted first: as a power of 2 it would be rounded, by much where scores are large. Nor may products be added
+    // to it: it is of scores that were rounded as these are.
+    __device__ __forceinline__ void exponentiate() {
+        const float scale = SCORED ? 1.0f : params.scale;
+#pragma unroll
+        for (int i = 0; i < QUERIES / 2; i++)
+            s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift[i / 4].y : shift[i / 4].x));
+    }
+    // d_s takes the place of s. delta is already subtracted.
+    __device__ __forceinline__ void weigh() {
+#pragma unroll
+        for (int i = 0; i < QUERIES / 2; i++) s[i] *= d_p[i];
+    }
+    __device__ __forceinline__ void multiply_by_slopes() {
+        if constexpr (variant::HAS_SLOPE)
+            for_each([&](int i, int, const variant::Head& head, const variant::Row& row, const variant::Key& key,
+                         const variant::Near& near) {
+                if (s[i] != 0) s[i] *= variant::slope(params, head, row, key, near, plain[i]);
+            });
+    }
+    // s, narrowed.
+    __device__ __forceinline__ void pack(uint32 (&to)[QUERIES / 16][4]) const {
+#pragma unroll
+        for (int i = 0; i < QUERIES / 4; i++) to[i / 4][i % 4] = hw::packed<Element>(s[2 * i], s[2 * i + 1]);
+    }
+    // p, while d_p is multiplied; then d_s.
+    __device__ __forceinline__ void find_p() {
+        begin_s_and_d_p();
+        read_shift();
+        hw::wgmma_wait<1>();
+        hw::pin(s);
+        if (variant::HAS_SLOPE)
+#pragma unroll
+            for (int i = 0; i < QUERIES / 2; i++) plain[i] = s[i] * params.scale;
+        score();
+        exponentiate();
+        pack(p);
+    }
+    template <bool LAST> __device__ __forceinline__ void find_d_s() {
+        hw::wgmma_wait_in_place<0>(launch.items > 0);
+        hw::pin(d_p);
+        if (LAST) arrive(shared.v_free());
+        weigh();
+        multiply_by_slopes();
+        pack(d_s);
+    }
+    // To shared memory, keys down; 16 x 16 numbers of a warp at a time.
+    __device__ __forceinline__ void write(uint32 tile, const uint32 (&from)[QUERIES / 16][4]) const {
+        const int row = first_row() + lane % 16;
+        const uint32 at = tile + row * ROW_BYTES;
+#pragma unroll
+        for (int k = 0; k < QUERIES / 16; k++)
+            hw::store_matrices(at + k / 4 * S_PART_BYTES + ((first_query() / 8 + k % 4 * 2 + lane / 16) ^ row % 8) * 16,
+                               from[k]);
+    }
+
+    // 6 d_q = d_s.T @ k: of 64 queries, all keys and some columns
+    template <int N> __device__ __forceinline__ void multiply_d_q(float (&to)[N / 2], uint32 d_s, uint32 k_columns) const {
+        const uint64 a_at = swizzled_128(d_s, 8 * ROW_BYTES, 16);
+        const uint64 b_at = swizzled_128(k_columns, 8 * ROW_BYTES, TILE_K * ROW_BYTES);
+#pragma unroll
+        for (int k = 0; k < TILE_K / 16; k++) {
+            const uint64 a = a_at + k * 16 * ROW_BYTES / 16, b = b_at + k * 16 * ROW_BYTES / 16;
+            if (k == 0) hw::wgmma<N, false, true, true>(to, a, b);
+            else hw::wgmma<N, true, true, true>(to, a, b);
+        }
+        hw::wgmma_commit();
+    }
+    // To a storer, a piece of its own, when it has stored the one before; parity: of that.
+    template <int N> __device__ __forceinline__ void hand_over(float (&d_q)[N], int storer, int piece, int parity) const {
+        hw::pin(d_q);
+        hw::mbarrier_wait(shared.d_q_free(storer), parity);
+        unsigned char* const to = shared.memory + (shared.d_q(storer, piece) - shared.base) + threadIdx.x % 128 * 16;
+#pragma unroll
+        for (int n = 0; n < N / 4; n++)
+            *reinterpret_cast<float4*>(to + n * 2048) = make_float4(d_q[n * 4], d_q[n * 4 + 1], d_q[n * 4 + 2], d_q[n * 4 + 3]);
+        hw::fence_async();
+        hw::barrier_arrive(Shared::d_q_written(storer, piece), 160);
+    }
+
+    // 7 finish: d_k, of scores that were scaled, and d_v; from a column on
+    template <int N>
+    __device__ __forceinline__ void store(const Array& to, const float (&sums)[N], int column, int width,
+                                          const Shared::Item& item, float scale) const {
+        const Sequence& sequence = params.sequences[item.sequence];
+        const int quarter = lane % 4, key = item.j * TILE_K + first_key();
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const bool inside = key + half * 8 < sequence.n_k;
+            Element* row = row_of<Element>(to, item.b, item.hk, sequence.k_begin + key + half * 8);
+            store_row<2 * N>(row + column, &sums[half * 2], scale, quarter, inside, width - column);
+        }
+    }
+};
+
+// Key tiles, one after the other. How a kernel meets a query tile is its step; with the last one it lets v go.
+template <class Kernel> struct Consumer : Kernel {
+    using Kernel::Kernel;
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            hw::mbarrier_wait(this->shared.k_full(), this->keys % 2);
+            if (__shfl_sync(~0u, this->shared.item().j, 0) < 0) return;
+            meet_queries(__shfl_sync(~0u, this->shared.item().visits, 0));
+            const Shared::Item item = this->shared.copy_of_item();
+            __syncwarp();  // all lanes have read the item
+            this->arrive(this->shared.k_free());
+            this->keys++;
+            this->finish(item);
+        }
+    }
+    __device__ __forceinline__ void meet_queries(int visits) {
+        clear(this->d_k);
+        clear(this->d_v);
+        hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);
+        if (visits == 0) {  // none sees these keys
+            __syncwarp();  // all lanes know that v is there
+            this->arrive(this->shared.v_free());
+            return;
+        }
+#pragma unroll 1
+        for (int i = 1; i < visits; i++) this->template step<false>();
+        this->template step<true>();
+        hw::pin(this->d_k);
+        hw::pin(this->d_v);
+    }
+    template <int N> static __device__ __forceinline__ void clear(float (&sums)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; i++) sums[i] = 0;
+        hw::pin(sums);
+    }
+};
