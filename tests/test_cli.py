@@ -40,7 +40,8 @@ def test_demo(capsys: pytest.CaptureFixture[str], short_demo: None) -> None:
     assert err == "", "progress stays quiet when stderr is not a terminal"
     assert out.count("✓ numpy") == len(demo.VARIANTS)
     assert "✗" not in out
-    assert "output shape: [16, 64]" in out
+    assert "[PASS] FlashAttention: Output matches reference (max error: 0.0000" in out
+    assert "Output shape: [16, 64]\nSample output (first row):\n" in out
     assert "What it means" in out
     assert "every check passed" in out
 
@@ -73,6 +74,7 @@ def test_demo_shows_a_wrong_kernel(
     code, out, _ = _run(capsys, "demo")
     assert code == 1
     assert "✗ numpy" in out
+    assert "[FAIL] FlashAttention: Output does not match reference (max error: 0.0" in out
     assert "NOT all exact" in out
 
 

@@ -65,7 +65,9 @@ def _kernel(name: str, case: Case, backward: bool, device: str = "cpu") -> Kerne
 
 
 # A GPU's kernels are checked where they can run (`make test-gpu`); here it is checked that they say why they cannot.
-GPU_RUNGS = (*(f"cuda/{rung}" for rung in ("naive", "tiled", "forward_sm90")), "triton")
+GPU_RUNGS = (
+    *(f"cuda/{rung}" for rung in ("naive", "tiled", "forward_sm90")), "triton", "cute/basic", "cute/forward_sm90",
+)  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -145,7 +147,7 @@ def test_public_call_gives_the_kernels_bits(case: Case) -> None:
 
 def test_a_gpu_system_says_why_it_cannot() -> None:
     call = Case("causal", "square").inputs().call()
-    for name in ("cuda", *(rung for rung in GPU_RUNGS if rung.startswith("cuda"))):  # Triton has an interpreter
+    for name in ("cuda", "cute", *(rung for rung in GPU_RUNGS if rung != "triton")):  # Triton has an interpreter
         with pytest.raises(tw.Unsupported, match=f"kernel '{name}' cannot compute this call: "):
             dispatch.resolve(name, call.spec, call.shape)
 

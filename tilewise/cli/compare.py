@@ -6,7 +6,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,9 +77,10 @@ def on_cpu(names: list[str]) -> list[Row]:
     return rows
 
 
-def unsupported(name: str) -> str | None:
+def unsupported(name: str, device: str = "cpu") -> str | None:
     """Why a kernel system cannot compute on arrays as these, or None."""
-    return dispatch.kernel(name).unsupported(*_problem(1, None))
+    spec, shape = _problem(1, None)
+    return dispatch.kernel(name).unsupported(spec, replace(shape, device=device))
 
 
 def _inputs(n: int) -> list[Array]:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 import tilewise as tw
-from tilewise import dispatch
+from tilewise import arrays, dispatch, validate
+from tilewise.bench.machine import import_torch
 from tilewise.cases import Case
 from tilewise.cli import UserError, compare, trace
 from tilewise.cli.bench_options import check_kernel
 from tilewise.cli.compare import Measured
 from tilewise.cli.terminal import log_bars, progress, table
-from tilewise.contract import ContractError, check_forward
+from tilewise.contract import ContractError, check_forward, expected_forward, on_device, on_host
 from tilewise.explanation import size
 from tilewise.spec import Tile
 
@@ -44,19 +45,20 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     names = _systems(args.kernel)
+    device = _device(names[0]) if args.kernel else "cpu"
     if args.trace:
         print(trace.text())
         return 0
     print(f"Tilewise {tw.__version__}: exact attention, computed tile by tile")
     print(f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} processors\n")
-    passed = _exactness(names)
-    _sample(names[0])
-    rows = compare.on_cpu(names)
-    _report(
-        "Standard attention stores the n x n matrix; tiled attention never does (1 head, d = 64, float32, CPU)", rows
-    )
+    passed = _exactness(names, device) & _sample(names[0], device)
+    rows = compare.on_cpu(names) if device == "cpu" else []
+    if rows:
+        told = "Standard attention stores the n x n matrix; tiled attention never does"
+        _report(f"{told} (1 head, d = 64, float32, CPU)", rows)
     for title, gpu_rows in compare.on_gpu(args.kernel or "auto"):
         _report(title, gpu_rows)
+        rows = rows or gpu_rows
     _meaning(rows, passed)
     return 0 if passed else 1
 
@@ -66,20 +68,27 @@ def _systems(wanted: str | None) -> list[str]:
     if wanted is None:
         return [name for name in dispatch.NAMES if dispatch.kernel(name).unavailable() is None]
     check_kernel(wanted)
-    reason = compare.unsupported(wanted)
+    reason = compare.unsupported(wanted, _device(wanted))
     if reason is not None:
         raise UserError(f"--kernel: the demo's arrays are not for {wanted!r}: {reason}")
     return [wanted]
 
 
-def _exactness(names: list[str]) -> bool:
+def _device(name: str) -> str:
+    """Where the demo's arrays are to be: on a GPU for those that compute there alone, if there is one."""
+    torch = import_torch()
+    has_gpu = torch is not None and torch.cuda.is_available()
+    return "cuda:0" if has_gpu and compare.unsupported(name) is not None else "cpu"
+
+
+def _exactness(names: list[str], device: str) -> bool:
     """A line for each system and variant; True if all are within the contract."""
     print("Is it exact? The largest error against dense float64 attention, on shapes that no tile divides:")
     passed = True
     for name in names:
         for variant in VARIANTS:
             progress(f"checking {name}: {variant}")
-            line, ok = _check(name, variant)
+            line, ok = _check(name, variant, device)
             progress()
             print(line)
             passed &= ok
@@ -87,27 +96,33 @@ def _exactness(names: list[str]) -> bool:
     return passed
 
 
-def _check(name: str, variant: str) -> tuple[str, bool]:
+def _check(name: str, variant: str, device: str) -> tuple[str, bool]:
     case = Case(variant, "ragged")
     kernel = dispatch.kernel(name)
-    call = case.inputs().call()
+    call = on_device(case.inputs().call(), device)
     reason = kernel.unsupported(call.spec, call.shape)
     if reason is not None:
         return f"  - {name:8} {variant:16} unsupported: {reason}", True
     try:
-        error = check_forward(kernel, case, Tile(32, 32))
+        error = check_forward(kernel, case, Tile(32, 32), device)
     except ContractError as found:
         return f"  ✗ {name:8} {variant:16} {found}", False
     return f"  ✓ {name:8} {variant:16} max error {error:.1e}", True
 
 
-def _sample(name: str) -> None:
+def _sample(name: str, device: str) -> bool:
+    """A first exercise's result: 16 queries and keys of one head, beside the reference. Whether it is right."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((16, 64), dtype=np.float32) for _ in range(3))
-    out = tw.attention(q, k, v, causal=True, kernel=name)
-    print("One result, tw.attention(q, k, v, causal=True) on 16 queries and keys:")
-    print(f"  output shape: {list(out.shape)}")
-    print(f"  last row begins: {'  '.join(f'{x:.3f}' for x in out[-1, :8])}\n")
+    host = validate.prepare(*(rng.standard_normal((16, 64), dtype=np.float32) for _ in range(3)))
+    call = on_device(host, device)
+    done = on_host(dispatch.kernel(name).forward(call.spec, call.q, call.k, call.v).out)
+    wanted = expected_forward(host)[0]
+    error, out = float(wanted.errors(done).max()), arrays.as_numpy(done)[0, 0]
+    verdict, matches = ("PASS", "matches") if error <= wanted.limit else ("FAIL", "does not match")
+    print(f"[{verdict}] FlashAttention: Output {matches} reference (max error: {error:.9f})")
+    print(f"Output shape: {list(out.shape)}")
+    print(f"Sample output (first row):\n{''.join(f'{x:8.3f}' for x in out[0, :8])}\n")
+    return verdict == "PASS"
 
 
 def _report(title: str, rows: list[compare.Row]) -> None:

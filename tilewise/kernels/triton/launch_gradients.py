@@ -14,11 +14,19 @@ from tilewise.expr import Loaded
 from tilewise.kernels import summing
 from tilewise.kernels.reads import Read, Sharing, readers_of_cells
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import functions, kept_on, keys_of, maps, sequences_of, sizes, steps_of
+from tilewise.kernels.triton.arguments import (
+    functions,
+    keys_of,
+    maps,
+    sequences_of,
+    sizes,
+    steps_of,
+)
 from tilewise.kernels.triton.choices import Choice, Pass
 from tilewise.kernels.triton.launch_plan import planned
 from tilewise.kernels.triton.source import gradients
 from tilewise.kernels.triton.tuning import chosen, distances
+from tilewise.kernels.uploads import kept_on
 from tilewise.spec import Attention, Shape, Tile
 
 

@@ -1,0 +1,55 @@
+"""Functions of the host that write down which numbers of a tile a thread has. They run on a CPU."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from tilewise.kernels.cute.source.vocabulary import by_rows, operand_of_product, product, products_sm90, swizzled_tiles
+
+
+@cute.jit
+def rows_and_columns(out: cute.Tensor, mma: cutlass.Constexpr, size: cutlass.Constexpr):
+    """out: (threads, rows, columns, 2); where in a product of that size each number is that a thread has."""
+    for thread in cutlass.range(out.shape[0]):
+        at = by_rows(made(mma, size).get_slice(thread).partition_C(cute.make_identity_tensor(size)))
+        for row in cutlass.range_constexpr(out.shape[1]):
+            for column in cutlass.range_constexpr(out.shape[2]):
+                for i in cutlass.range_constexpr(2):
+                    out[thread, row, column, i] = Int32(at[row, column][i])
+
+
+@cute.jit
+def operands(of_product: cute.Tensor, of_operand: cute.Tensor, mma: cutlass.Constexpr, size: cutlass.Constexpr):
+    """Both (threads, numbers, 2): where a thread's numbers are in q @ k.T, and in the first operand of p @ v."""
+    for thread in cutlass.range(of_product.shape[0]):
+        qk, pv = products_sm90(mma, size[0], size[1], 64)
+        identity = cute.make_identity_tensor(size)
+        product_at = qk[0].get_slice(thread).partition_C(identity)
+        operand_at = pv[0].get_slice(thread).partition_A(identity)
+        order = operand_of_product(product_at)
+        for i in cutlass.range(of_product.shape[1], unroll_full=True):
+            for j in cutlass.range_constexpr(2):
+                of_product[thread, i, j] = Int32(product_at[i][j])
+                of_operand[thread, order(i), j] = Int32(operand_at[i][j])
+
+
+@cute.jit
+def places(plain: cute.Tensor, transposed: cute.Tensor, element: cutlass.Constexpr):
+    """Both (rows, columns, stages): where in shared memory each number of a tile is, of either view of it, before the
+    swizzle, which is of addresses."""
+    rows, columns, count = plain.shape
+    one, other = (swizzled_tiles(element, rows, columns, count, flag) for flag in (False, True))
+    assert str(one.inner) == str(other.inner) == "S<3,4,3>"
+    for i in cutlass.range(rows):
+        for j in cutlass.range(columns):
+            for k in cutlass.range(count):
+                plain[i, j, k] = Int32(one.outer((i, j, k)))
+                transposed[i, j, k] = Int32(other.outer((j, i, k)))
+
+
+def made(mma, size):
+    """By the name of an element: mma or, for float32, multiplications and additions; with "wgmma" before it, wgmma."""
+    from tilewise.kernels.cute.source.vocabulary import ELEMENTS
+
+    name, _, kind = mma.rpartition(" ")
+    return products_sm90(ELEMENTS[kind], *size, 64)[0][0] if name else product(ELEMENTS[kind])

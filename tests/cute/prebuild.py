@@ -1,0 +1,110 @@
+"""Every kernel that the tests on a GPU take, compiled ahead of time, for a machine that has no compiler.
+
+python -m tests.cute.prebuild FOLDER --arch sm_90a          here, in some minutes
+TILEWISE_CUTE_KERNELS=FOLDER pytest -m gpu -k cute          there, with apache-tvm-ffi alone
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import tilewise as tw
+from tilewise import arrays, validate
+from tilewise.cases import Case, conformance
+from tilewise.cli.build import _capability
+from tilewise.kernels.cute import architecture, compiler, support
+from tilewise.kernels.cute.cubin import Resources
+from tilewise.kernels.cute.launch import chosen, is_aligned
+from tilewise.kernels.cute.projection import kernel_for
+from tilewise.kernels.cute.rungs import LADDER, SCALED
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
+from tilewise.kernels.disk import Files
+from tilewise.validate import Call
+
+
+def calls() -> Iterator[Call]:
+    """Of the conformance suite, of the demo, and of test_gpu.py."""
+    yield from (case.inputs().call() for case in conformance())
+    yield from (case.inputs().call() for case in (Case("full", "ragged"), Case("causal", "ragged")))
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        for d in (64, 128, 256):
+            x = torch.zeros(1, 2, 8, d, dtype=dtype)
+            yield from (validate.prepare(x, x, x, causal=causal) for causal in (False, True))
+    lengths, x = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 2, 64, dtype=torch.bfloat16)
+    yield validate.prepare_varlen(x, x, x, lengths, lengths, causal=True)
+    odd = torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., 1:]
+    yield validate.prepare(odd, odd, odd, causal=True)
+    heavy = torch.zeros(1, 2, 90, 64, dtype=torch.bfloat16)
+    yield from (validate.prepare(x, x, x) for x in (heavy, heavy.half()))
+    yield validate.prepare(heavy.float(), heavy.float(), heavy.float(), mask=tw.window(256))
+
+
+def call_of(x: torch.Tensor, causal: bool) -> Call:
+    return validate.prepare(x, x, x, causal=causal)
+
+
+def kernels(capability: tuple[int, int]) -> list[Wanted]:
+    found: dict[Wanted, None] = {}
+    for call in calls():
+        shape = replace(call.shape, device="cuda:0")
+        # Clones lie as arrays on a GPU would, which begin at multiples of many bytes.
+        q, k, v = (_clone(x) for x in (call.q, call.k, call.v))
+        out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype)
+        for rung in LADDER:
+            if support.unsupported(call.spec, shape, rung, capability) is None:
+                taken = chosen(rung, False, q, k, v)
+                found[kernel_of(taken, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
+    scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    for x in (scaled, scaled.float()):
+        call = validate.prepare(x, x, x, causal=True)
+        found |= dict.fromkeys(kernel_of(rung, call.spec, call.shape) for rung in SCALED)
+        for call in (call_of(x.repeat(1, 4, 1, 1), causal) for causal in (False, True)):  # 8 heads
+            found[kernel_for(call.spec, call.shape)] = None
+    return list(found)
+
+
+def _clone(x: object) -> torch.Tensor:
+    x = x if isinstance(x, torch.Tensor) else arrays.as_tensor(x)
+    return x.clone(memory_format=torch.preserve_format) if all(x.shape) else x
+
+
+def _build(kernel: Wanted, arch: str, folder: str) -> tuple[Resources | None, float]:
+    files, started = Files(Path(folder)), time.perf_counter()
+    if files.path(kernel.name(arch)) is not None:
+        return None, 0.0
+    made = compiler.compile(kernel, arch)
+    files.add(kernel.name(arch), made.library())
+    return made.resources, time.perf_counter() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder")
+    parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    capability = _capability(options.arch)
+    arch = architecture(capability)
+    os.environ.setdefault("CUTE_DSL_ARCH", arch)
+    wanted, spilling = kernels(capability), 0
+    with ProcessPoolExecutor(options.jobs) as pool:
+        made = pool.map(_build, wanted, [arch] * len(wanted), [options.folder] * len(wanted))
+        for i, (kernel, (taken, seconds)) in enumerate(zip(wanted, made, strict=True), start=1):
+            told = "was there" if taken is None else f"{taken}, {seconds:.1f} s"
+            spilling += taken is not None and taken.stack > 0
+            sys.stdout.write(f"{i} of {len(wanted)}: {kernel}: {told}\n")
+            sys.stdout.flush()
+    return 1 if spilling else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,250 @@
+"""Kernels are compiled ahead of time, for a GPU that need not be there: nothing spills, and what comes is a library."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tests.cuda.test_ops import EXPRESSIONS
+from tilewise import cli, dispatch
+from tilewise.expr import Expr
+from tilewise.kernels.cute import compiler, library, support
+from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
+from tilewise.spec import Attention, Lengths, Shape
+
+needs_compiler = pytest.mark.skipif(compiler.not_installed() is not None, reason=str(compiler.not_installed()))
+LENGTHS = Lengths(np.array([0, 9, 100]), np.array([0, 70, 100]))
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+def _wanted(
+    rung: str, dtype: str, d: int, mask: Expr | None = None, score: Expr | None = None, **options: Any
+) -> Wanted:
+    aligned = options.pop("aligned", True)
+    spec = Attention(0.1, mask, score, **options)
+    return kernel_of(RUNGS[rung], spec, Shape(1, 4, 2, 100, 100, d, d, dtype), aligned)
+
+
+ALL = EXPRESSIONS["functions"] + EXPRESSIONS["division"] + EXPRESSIONS["clamped"]
+BIAS = tw.bias(np.zeros((1, 4, 100, 100), np.float32))
+DOCUMENT, DENSE = tw.document(np.zeros(100, np.int32)), tw.dense(np.ones((100, 100), bool))
+KERNELS = {
+    "basic, float16": ("sm_80", _wanted("basic", "float16", 64, tw.causal())),
+    "basic, float32": ("sm_90a", _wanted("basic", "float32", 128, tw.causal())),
+    "basic, not aligned": ("sm_90a", _wanted("basic", "bfloat16", 30, aligned=False)),
+    "basic, all": ("sm_90a", _wanted("basic", "bfloat16", 64, tw.causal(), ALL, sinks=np.zeros(4, np.float32))),
+    "scaled q": ("sm_90a", _wanted("scaled_q", "bfloat16", 64, tw.causal())),
+    "scaled k": ("sm_80", _wanted("scaled_k", "float32", 64, tw.causal(), tw.softcap(30.0))),
+    "sm90, 64": ("sm_90a", _wanted("forward_sm90", "float16", 64, tw.causal())),
+    "sm90, 128": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128)),
+    "sm90, 256": ("sm_90a", _wanted("forward_sm90", "bfloat16", 256, tw.causal())),
+    "sm90, packed": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), lengths=LENGTHS)),
+    "sm90, bias": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), BIAS)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_spills(name: str) -> None:
+    arch, kernel = KERNELS[name]
+    made = compiler.compile(kernel, arch)
+    assert made.resources.stack == 0
+    assert 32 < made.resources.registers <= 255
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("d", [16, 64, 128])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
+def test_no_head_of_the_first_kernel_spills(arch: str, dtype: str, d: int) -> None:
+    for mask in (None, tw.causal()):
+        assert compiler.compile(_wanted("basic", dtype, d, mask), arch).resources.stack == 0
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("score", [None, tw.softcap(30.0), tw.alibi(4), BIAS], ids=["none", "softcap", "alibi", "bias"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_variant_of_hoppers_kernel_spills(d: int, packed: bool, score: Expr | None) -> None:
+    lengths = LENGTHS if packed else None
+    kernel = _wanted("forward_sm90", "bfloat16", d, tw.causal() & tw.window(64), score, lengths=lengths)
+    assert compiler.compile(kernel, "sm_90a").resources.stack == 0
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("mask", [DOCUMENT, DENSE], ids=["document", "dense"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_mask_of_arrays_spills(d: int, mask: Expr) -> None:
+    kernel = _wanted("forward_sm90", "bfloat16", d, tw.causal() & mask)
+    assert compiler.compile(kernel, "sm_90a").resources.stack == 0
+
+
+def test_tiles_are_smaller_where_keys_have_cells() -> None:
+    tiles = {name: _wanted("forward_sm90", "bfloat16", 128, mask, score).tile.k for name, mask, score in (
+        ("plain", None, None), ("slopes", None, tw.alibi(4)), ("bias", None, BIAS), ("document", DOCUMENT, None),
+    )}  # fmt: skip
+    assert tiles == {"plain": 128, "slopes": 128, "bias": 64, "document": 64}
+
+
+@needs_compiler
+def test_a_folder_is_built_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    if compiler.c_compiler() is None:
+        pytest.skip("there is no C compiler")
+    command = ["build", "cute", "--arch", "sm_90a", "--out", str(tmp_path / "kernels"), "--d", "64"]
+    assert cli.main([*command, "--variants", "causal", "--dtype", "bfloat16"]) == 0
+    assert "causal, forward_sm90, bfloat16, heads up to 64, sm_90a: 168 registers" in capsys.readouterr().out
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "empty"))
+    kernel = _wanted("forward_sm90", "bfloat16", 64, tw.causal())
+    assert not library.is_built(kernel, "sm_90a")
+    monkeypatch.setenv(library.FOLDER, str(tmp_path / "kernels"))
+    assert library.is_built(kernel, "sm_90a")
+    assert not library.is_built(kernel, "sm_80")
+    assert not library.is_built(_wanted("forward_sm90", "bfloat16", 64), "sm_90a")
+    path = library._built(kernel.name("sm_90a"))
+    assert path is not None and path.stat().st_size < 200_000
+
+
+@needs_compiler
+def test_a_library_tells_what_it_expects(tmp_path: Path) -> None:
+    """It is loaded without a GPU, and refuses arrays in main memory."""
+    torch = pytest.importorskip("torch")
+    if compiler.c_compiler() is None:
+        pytest.skip("there is no C compiler")
+    try:
+        ctypes.CDLL("libcudart.so.13", mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        pytest.skip("there is no CUDA runtime")
+    path = tmp_path / "kernel.so"
+    path.write_bytes(compiler.compile(*reversed(KERNELS["basic, float16"])).library())
+    x, rows = torch.zeros(1, 4, 100, 64, dtype=torch.float16), torch.zeros(1, 4, 100)
+    tables = torch.zeros(1, 4, 2, 14, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="expected device_type=cuda"):
+        library.load(path)(x, x, x, x, rows, *tables, rows.view(-1), (rows.view(-1),), 0.1)
+
+
+def test_what_a_kernel_depends_on_is_in_its_name() -> None:
+    kernels = [kernel for _, kernel in KERNELS.values()]
+    assert len({kernel.name("sm_90a") for kernel in kernels}) == len(kernels)
+    assert kernels[0].name("sm_90a") != kernels[0].name("sm_80")
+    again = _wanted("basic", "float16", 64, tw.causal())
+    assert again.name("sm_80") == kernels[0].name("sm_80")
+    other = _wanted("forward_sm90", "bfloat16", 128, tw.causal(), tw.bias(np.ones((1, 4, 9, 9), np.float32)))
+    assert other == KERNELS["sm90, bias"][1], "new arrays of the same kind compile nothing"
+
+
+# -- the output projection --------------------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "d", "heads"), [("bfloat16", 64, 8), ("float32", 32, 4)])
+def test_the_projection_does_not_spill(dtype: str, d: int, heads: int) -> None:
+    from tilewise.kernels.cute import projection
+
+    kernel = projection.kernel_for(Attention(0.1, tw.causal()), Shape(1, heads, heads, 9, 9, d, d, dtype))
+    assert compiler.compile(kernel, "sm_90a").resources.stack == 0
+
+
+def test_the_projection_of_large_models_has_no_room() -> None:
+    pytest.importorskip("torch")
+    from tilewise.kernels.cute import projection
+
+    spec, small = Attention(0.1), Shape(1, 8, 8, 9, 9, 64, 64, "bfloat16", "cuda:0")
+    large = Shape(1, 32, 8, 9, 9, 128, 128, "bfloat16", "cuda:0")
+    assert projection.unsupported(spec, small, HOPPER) is None
+    assert "bytes of shared memory, and a block of cuda:0 has 232448" in str(
+        projection.unsupported(spec, large, HOPPER)
+    )
+    assert "arrays are on cpu" in str(projection.unsupported(spec, Shape(1, 8, 8, 9, 9, 64, 64), HOPPER))
+
+
+def test_a_wrong_w_o_is_named() -> None:
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.cute.projection import projected_attention
+
+    q = torch.zeros(1, 4, 9, 16)
+    with pytest.raises(ValueError, match=r"w_o: expected \(64, model\), rows of numbers side by side, got \(63, 9\)"):
+        projected_attention(q, q, q, torch.zeros(63, 9))
+    with pytest.raises(TypeError, match="w_o: expected a tensor of float32 on cpu, as q is, got float16 on cpu"):
+        projected_attention(q, q, q, torch.zeros(64, 9).half())
+
+
+# -- who takes what ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rung", "shape", "capability", "reason"),
+    [
+        ("forward_sm90", {"dtype": "float32"}, HOPPER, "float16 and bfloat16, and the arrays are float32"),
+        ("forward_sm90", {"d": 60}, HOPPER, "multiples of 8 up to 256, and they are 60 and 64"),
+        ("forward_sm90", {"n_k": 0}, HOPPER, "nothing to load"),
+        ("forward_sm90", {}, AMPERE, "compute capability 9.0, and cuda:0 has 8.0"),
+        ("basic", {}, (7, 5), "compute capability 8.0 or newer, and cuda:0 has 7.5"),
+        ("basic", {"d": 256}, HOPPER, "up to 128, and they are 256 and 64"),
+        ("basic", {"d": 128, "d_v": 128, "dtype": "float32"}, (8, 9), "bytes of shared memory"),
+        (None, {"dtype": "float64"}, HOPPER, "the arrays are float64"),
+        (None, {"backward": True}, HOPPER, "no backward pass"),
+    ],
+)
+def test_reasons(rung: str | None, shape: dict[str, Any], capability: tuple[int, int], reason: str) -> None:
+    given = Shape(**({"batch": 1, "heads": 4, "heads_k": 2, "n_q": 9, "n_k": 9, "d": 64, "d_v": 64,
+                      "dtype": "bfloat16", "device": "cuda:0"} | shape))  # fmt: skip
+    told = support.unsupported(Attention(1.0), given, None if rung is None else RUNGS[rung], capability)
+    assert told is not None and reason in told
+
+
+def test_the_fastest_is_taken_that_can() -> None:
+    shape = Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0")
+    assert support.suited(shape, HOPPER).name == "forward_sm90"
+    assert support.suited(shape, AMPERE).name == "basic"
+    assert support.suited(Shape(1, 4, 2, 9, 9, 64, 64, "float32", "cuda:0"), HOPPER).name == "basic"
+
+
+def test_auto_comes_to_cute_last() -> None:
+    assert dispatch.NAMES[-1] == "cute"
+    assert dispatch.DECODING[-1] == "cute"
+
+
+def test_without_a_compiler_only_what_was_built_is_supported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from tilewise.kernels import cute
+
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(cute, "_capability", lambda shape: HOPPER)
+    monkeypatch.setattr(cute.compiler, "not_installed", lambda: "it needs cutlass")
+    shape = Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0")
+    told = dispatch.kernel("cute").unsupported(Attention(1.0), shape)
+    assert told is not None and "no kernel for it was built ahead of time (forward_sm90, bfloat16" in told
+
+
+# -- how arrays lie ---------------------------------------------------------------------------------------------------
+
+
+def test_arrays_that_lie_anyhow_are_left_to_the_first_kernel() -> None:
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.cute import launch
+
+    hopper, x = RUNGS["forward_sm90"], torch.zeros(2, 4, 32, 72, dtype=torch.bfloat16)
+    assert launch.chosen(hopper, False, x, x, x[..., 8:]) is hopper
+    for strange in (x[..., 1:65], x.expand(2, 4, 32, 72)[:, :1].expand(2, 4, 32, 72)):
+        assert launch.chosen(hopper, False, x, x, strange).name == "basic"
+        with pytest.raises(tw.Unsupported, match=r"v .*; kernel='cute/basic' takes it"):
+            launch.chosen(hopper, True, x, x, strange)
+
+
+def test_steps_of_dimensions_of_size_1_mean_nothing() -> None:
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.cute import launch
+
+    x = torch.zeros(1, 1, 32, 64).as_strided((1, 1, 32, 64), (3, 5, 64, 1))
+    assert launch.is_aligned(x)
+    assert launch._steps_in_order(x, 4).stride() == (4, 4, 64, 1)
+    assert not launch.is_aligned(torch.zeros(1, 1, 32, 62))
+    assert launch.as_kernels_take(np.array(True)).dtype == torch.uint8

@@ -1,0 +1,63 @@
+"""Which thread has which number: what kernels take for granted about CuTe's layouts, looked up in them on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cutlass")
+
+
+def _from(array: np.ndarray) -> object:
+    from cutlass.cute.runtime import from_dlpack
+
+    return from_dlpack(array, assumed_align=16)
+
+
+@pytest.mark.parametrize(
+    ("mma", "size", "threads", "rows"),
+    [
+        ("float16", (64, 64), 128, 2),
+        ("bfloat16", (64, 128), 128, 2),
+        ("float32", (64, 64), 128, 2),
+        ("wgmma bfloat16", (128, 128), 256, 2),
+        ("wgmma float16", (128, 64), 256, 2),
+    ],
+)
+def test_a_quad_of_threads_has_whole_rows(mma: str, size: tuple[int, int], threads: int, rows: int) -> None:
+    from tests.cute import layouts
+
+    at = np.full((threads, rows, size[0] * size[1] // threads // rows, 2), -1, np.int32)
+    layouts.rows_and_columns(_from(at), mma, size)
+    assert (at[..., 0] == at[:, :, :1, 0]).all(), "a thread's numbers, by rows"
+    quads = at[..., 0].reshape(threads // 4, 4, -1)
+    assert (quads == quads[:, :1]).all(), "and a quad's"
+    cells = at.reshape(-1, 2)
+    assert len(np.unique(cells[:, 0] * size[1] + cells[:, 1])) == size[0] * size[1], "each number is somebody's"
+    assert (at[::4, 0, 0, 1] == 0).all() and (at[1::4, 0, 0, 1] > 0).all(), "the first of a quad has column 0"
+
+
+@pytest.mark.parametrize("keys", [64, 128])
+def test_weights_are_where_the_next_product_wants_them(keys: int) -> None:
+    from cutlass import BFloat16
+
+    from tests.cute import layouts
+
+    of_product, of_operand = (np.full((256, 128 * keys // 256, 2), -1, np.int32) for _ in range(2))
+    layouts.operands(_from(of_product), _from(of_operand), BFloat16, (128, keys))
+    assert np.array_equal(of_product, of_operand)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (128, 128), (64, 256)])
+def test_a_tile_of_v_is_the_same_seen_from_either_side(rows: int, columns: int) -> None:
+    """As the copy engine writes it: parts of 64 columns, whose rows have 128 bytes."""
+    from cutlass import BFloat16
+
+    from tests.cute import layouts
+
+    plain, transposed = (np.full((rows, columns, 2), -1, np.int32) for _ in range(2))
+    layouts.places(_from(plain), _from(transposed), BFloat16)
+    assert np.array_equal(plain, transposed)
+    row, column, stage = np.ogrid[:rows, :columns, :2]
+    part = (stage * (columns // 64) + column // 64) * rows + row
+    assert np.array_equal(plain, part * 64 + column % 64)

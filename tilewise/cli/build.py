@@ -1,0 +1,118 @@
+"""`tilewise build cute`: kernels compiled ahead of time, into a folder of small libraries that need no compiler."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tilewise import validate
+from tilewise.arrays import BFLOAT16
+from tilewise.bench.problem import VARIANTS, Cell
+from tilewise.cli import UserError
+from tilewise.cli.bench_options import check_writable, names, several, whole
+from tilewise.cli.terminal import progress
+from tilewise.kernels.cute import architecture, compiler, library, support
+from tilewise.kernels.cute.cubin import Resources
+from tilewise.kernels.cute.rungs import LADDER
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
+from tilewise.kernels.disk import Files
+
+_EXAMPLES = f"""examples:
+  tilewise build cute --arch sm_90a --out kernels
+  tilewise build cute --arch sm_90a,sm_80 --out kernels --variants causal,alibi --d 64 --dtype float16
+  {library.FOLDER}=kernels python train.py          calls find them there
+
+The variants are those of `tilewise bench`. Batches, heads, lengths and scales make no difference to a kernel; the
+numbers of a mask, such as a window's size, do."""
+
+
+class _Asked(NamedTuple):
+    kernel: Wanted
+    arch: str
+    about: str
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "build",
+        help="compile kernels ahead of time, for machines without a compiler",
+        description="Compiles CuTe kernels, which needs no GPU, into a folder of small libraries. Where the variable "
+        f"{library.FOLDER} names that folder, calls take them from there, and need apache-tvm-ffi alone.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("system", choices=["cute"], help="the kernel system")
+    parser.add_argument("--arch", required=True, metavar="LIST", help="such as sm_90a")
+    parser.add_argument("--out", required=True, metavar="DIR", help="the folder, made if it is not there")
+    parser.add_argument("--variants", default="full,causal", metavar="LIST", help="(default: %(default)s)")
+    parser.add_argument("--d", default="64,128", metavar="LIST", help="head dimensions (default: %(default)s)")
+    parser.add_argument("--dtype", default="float16,bfloat16", metavar="LIST", help="(default: %(default)s)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    asked = list(_asked(args))
+    reason = compiler.not_installed()
+    if reason is not None:
+        raise UserError(f"nothing can be compiled here: {reason}")
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    check_writable("--out", args.out)
+    files, spilling = Files(Path(args.out)), 0
+    for i, (kernel, arch, about) in enumerate(asked, start=1):
+        progress(f"compiling {i} of {len(asked)}: {about}")
+        started = time.perf_counter()
+        try:
+            made = compiler.compile(kernel, arch)
+            content = made.library()
+        except compiler.CompileError as error:
+            raise UserError(str(error)) from error
+        files.add(kernel.name(arch), content)
+        progress()
+        spilling += made.resources.stack > 0
+        print(f"{about}: {_resources(made.resources)}, {len(content) >> 10} KiB, {time.perf_counter() - started:.1f} s")
+    print(f"kernels: {len(asked)}, in {args.out}; {library.FOLDER}={args.out} lets calls find them")
+    return 1 if spilling else 0
+
+
+def _resources(taken: Resources) -> str:
+    spilled = f", {taken.stack} bytes of slow memory" if taken.stack else ""
+    return f"{taken.registers} registers{spilled}"
+
+
+def _asked(args: argparse.Namespace) -> Iterator[_Asked]:
+    variants = names("variants", several("variants", args.variants, "full,causal"), tuple(VARIANTS))
+    dtypes = names("dtype", several("dtype", args.dtype, "float16,bfloat16"), support.DTYPES)
+    dims = [whole("d", x, support.MOST_D) for x in several("d", args.d, "64,128")]
+    capabilities = [_capability(x) for x in several("arch", args.arch, "sm_80,sm_90a")]
+    seen: set[tuple[Wanted, str]] = set()
+    for capability, variant, dtype, d in product(capabilities, variants, dtypes, dims):
+        arch = architecture(capability)
+        for kernel in _kernels(Cell(variant, 1024, 1024, d, dtype, heads=1, heads_k=1), capability):
+            if (kernel, arch) not in seen:
+                seen.add((kernel, arch))
+                yield _Asked(kernel, arch, f"{variant}, {kernel}, {arch}")
+
+
+def _kernels(cell: Cell, capability: tuple[int, int]) -> Iterator[Wanted]:
+    """Of each rung that takes such calls."""
+    dtype = BFLOAT16 if cell.dtype == "bfloat16" else np.dtype(cell.dtype)
+    q, k, v = (np.zeros((1, cell.heads, cell.n_q, cell.d), dtype) for _ in range(3))
+    call = validate.prepare(q, k, v, **VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x))
+    for rung in LADDER:
+        if support.unsupported(call.spec, call.shape, rung, capability) is None:
+            yield kernel_of(rung, call.spec, call.shape)
+
+
+def _capability(arch: str) -> tuple[int, int]:
+    found = re.fullmatch(r"sm_(\d+)(\d)a?", arch)
+    if found is None or (int(found[1]), int(found[2])) < support.OLDEST:
+        raise UserError(f"--arch: expected an architecture such as sm_90a, {architecture(support.OLDEST)} or newer, "
+                        f"got {arch!r}")  # fmt: skip
+    return int(found[1]), int(found[2])

@@ -1,0 +1,93 @@
+"""A call's kernel: which, on what, and with which arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilewise import arrays
+from tilewise.dispatch import Unsupported
+from tilewise.kernels.cute import library
+from tilewise.kernels.cute.rungs import BASIC, Rung
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
+from tilewise.kernels.uploads import loaded_on, plan_on, tensor
+from tilewise.spec import Attention, Partial, Shape
+
+_ALIGNED = 16  # bytes that are loaded at once
+
+
+def forward(rung: Rung, spec: Attention, q: Any, k: Any, v: Any, arch: str) -> Partial:
+    """Attention on (batch, heads, n, d) tensors of a GPU."""
+    shape = Shape.of(spec, q, k, v)
+    out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
+    rows = [x.detach() for x in (q, k, v, out)]
+    kernel = kernel_of(rung, spec, shape, aligned=all(map(is_aligned, rows)))
+    return Partial(out, run(kernel, spec, shape, rows, (), arch))
+
+
+def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more: Sequence[Any], arch: str) -> Any:
+    """Launch it on q, k, v and the output, and what else it takes; the lse that it leaves."""
+    device = rows[0].device
+    lse = torch.empty((shape.batch, shape.heads, shape.n_q), dtype=torch.float32, device=device)
+    plan = plan_on(device, spec, shape, kernel.tile, by_key=False)
+    if 0 in (plan.records.shape[2], shape.heads, shape.batch):
+        return lse
+    records = plan.records.expand(shape.batch, shape.heads, -1, -1)
+    sinks = lse if spec.sinks is None else tensor(spec.sinks, device).float()
+    loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (lse.reshape(-1),)
+    given = (_steps_in_order(x, kernel.vector) for x in rows)
+    launch = library.kernel(kernel, arch)
+    launch(*given, lse, records, plan.runs, sinks.contiguous().view(-1), loaded, spec.scale, *more)
+    return lse
+
+
+def chosen(suited: Rung, named: bool, q: Any, k: Any, v: Any) -> Rung:
+    """The rung for arrays that lie as these: the one that was named, or that suits the shape, if it can load them."""
+    reason = cannot_be_copied({"q": q, "k": k, "v": v}) if suited.maps else None
+    if reason is None:
+        return suited
+    if named:
+        raise Unsupported(
+            f"the kernel {suited.name!r} cannot compute this call: {reason}; kernel='cute/basic' takes it"
+        )
+    return BASIC
+
+
+def cannot_be_copied(given: dict[str, Any]) -> str | None:
+    """Why the copy engine does not take these arrays, or None."""
+    for name, x in given.items():
+        if x.data_ptr() % _ALIGNED:
+            return f"{name} does not begin at a multiple of {_ALIGNED} bytes"
+        for step in _steps(x):
+            if step % _ALIGNED or not 0 < step < 2**40:
+                return (
+                    f"{name} has rows, heads or batches {step} bytes apart; TMA takes positive multiples of {_ALIGNED}"
+                )
+    return None
+
+
+def is_aligned(x: Any) -> bool:
+    """Whether its rows begin at multiples of 16 bytes, and are as many bytes long."""
+    numbers = (x.data_ptr(), x.shape[-1] * x.element_size(), *_steps(x))
+    return all(n % _ALIGNED == 0 for n in numbers)
+
+
+def _steps(x: Any) -> list[int]:
+    """From row to row, head to head and batch to batch, in bytes. That of a dimension of size 1 is never taken."""
+    sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return [step * x.element_size() for size, step in sizes if size > 1]
+
+
+def _steps_in_order(x: Any, vector: int) -> Any:
+    """With steps that are multiples of `vector`: of a dimension of size 1 PyTorch may tell any."""
+    sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.as_strided(x.shape, (*(step if size > 1 else vector for size, step in sizes), 1))
+
+
+def as_kernels_take(x: Any) -> Any:
+    """An array of a variant: of one dimension at least, conditions as bytes."""
+    x = x if arrays.is_torch(x) else arrays.as_tensor(x)
+    x = x.view(torch.uint8) if x.dtype == torch.bool else x
+    return x if x.ndim else x.reshape(1)

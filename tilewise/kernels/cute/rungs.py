@@ -1,0 +1,104 @@
+"""The kernels, in the order in which a reader would climb them: what each takes, and by which tiles it goes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tilewise.expr import Expr
+from tilewise.schedule import itemsize
+from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import nodes, variables
+
+
+class Rung(Protocol):
+    """A kernel: source/SOURCE.py."""
+
+    name: str
+    source: str
+    scaling: str  # what the scale is multiplied into: "scores", which their exponent has in it, "q" or "k"
+    oldest: tuple[int, int]  # the compute capability that it needs
+    newest: tuple[int, int]
+    MOST_D: int  # the largest head
+    maps: bool  # its tiles come by the copy engine, which does not take arrays that lie anyhow
+
+    def unsupported(self, shape: Shape) -> str | None:
+        """Why it cannot compute calls of this shape."""
+
+    def tile(self, spec: Attention, shape: Shape) -> Tile: ...
+
+    def columns(self, d: int) -> int:
+        """As many of a head's as it multiplies: those beyond the head are 0."""
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Of shared memory that a block needs at least."""
+
+
+class Basic:
+    source, oldest, newest, maps = "basic", (8, 0), (99, 0), False
+    DTYPES = ("float16", "bfloat16", "float32")
+    MOST_D = 128  # acc has a row of it for each thread: registers have no room for more
+
+    def __init__(self, name: str = "basic", scaling: str = "scores") -> None:
+        self.name, self.scaling = name, scaling
+
+    def unsupported(self, shape: Shape) -> str | None:
+        if shape.dtype not in self.DTYPES:
+            return f"it computes {', '.join(self.DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
+        if max(shape.d, shape.d_v) > self.MOST_D:
+            return f"it takes head dimensions up to {self.MOST_D}, and they are {shape.d} and {shape.d_v}"
+        return None
+
+    def tile(self, spec: Attention, shape: Shape) -> Tile:
+        return Tile(64, 64)
+
+    def columns(self, d: int) -> int:
+        return max(1 << (d - 1).bit_length(), 16)
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Tiles of q, k, v and p, whose rows are 16 bytes apart, and what the DSL keeps for itself."""
+        widths = self.columns(shape.d), self.columns(shape.d), self.columns(shape.d_v), 64
+        return 64 * sum(width * itemsize(shape.dtype) + 16 for width in widths) + 1024
+
+
+class ForwardSm90:
+    """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
+
+    name, source, scaling, oldest, newest, maps = "forward_sm90", "forward_sm90", "scores", (9, 0), (9, 0), True
+    DTYPES = ("float16", "bfloat16")
+    MOST_D = 256
+
+    def unsupported(self, shape: Shape) -> str | None:
+        if shape.dtype not in self.DTYPES:
+            return f"it multiplies {' and '.join(self.DTYPES)}, and the arrays are {shape.dtype}"
+        if max(shape.d, shape.d_v) > self.MOST_D or shape.d % 8 or shape.d_v % 8:
+            taken = f"multiples of 8 up to {self.MOST_D}"
+            return f"it takes head dimensions that are {taken}, and they are {shape.d} and {shape.d_v}"
+        if shape.n_k == 0 or shape.n_q == 0:
+            return "there is nothing to load"
+        return None
+
+    def tile(self, spec: Attention, shape: Shape) -> Tile:
+        """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
+        is_costly = any(_takes_registers(node) for node in nodes(*spec.expressions))
+        if max(shape.d, shape.d_v) <= 128:
+            return Tile(128, 64 if is_costly else 128)
+        return Tile(128, 48 if is_costly else 64)
+
+    def columns(self, d: int) -> int:
+        return 64 if d <= 64 else 128 if d <= 128 else 256
+
+    def shared_bytes(self, shape: Shape) -> int:
+        """Two stages, which all of its heads have room for."""
+        return 227 << 10
+
+
+def _takes_registers(node: Expr) -> bool:
+    """Whether it reads an array at a place that depends on the key, or divides, in many steps."""
+    return node.op == "floordiv" or (node.op == "load" and bool({"K", "KP"} & variables(node)))
+
+
+BASIC = Basic()
+LADDER: tuple[Rung, ...] = (BASIC, ForwardSm90())  # the last that can takes a call
+# Exercises, to be compared: half precision rounds q or k once more if it is scaled before it is multiplied.
+SCALED = (Basic("scaled_q", "q"), Basic("scaled_k", "k"))
+RUNGS: dict[str, Rung] = {rung.name: rung for rung in (*LADDER, *SCALED)}

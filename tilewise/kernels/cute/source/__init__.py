@@ -1,0 +1,1 @@
+"""What CuTe's compiler reads: the kernels, and what they share."""

@@ -1,0 +1,154 @@
+"""Our words in CuTe's, in one place.
+
+tile        a cute.Tensor in shared memory, (rows, columns); how its numbers lie is a cute.Layout
+product     a cute.TiledMma: which thread has which numbers of both operands and of the result
+row         of a product: what a quad of neighbouring threads has, two rows of it at a time
+role        of a warp: the first warpgroup's first warp is the producer, the others' warps are consumers
+stage       a place for a tile in a ring of them: the last mode of a tile's layout, and a pair of barriers in a
+            pipeline.PipelineTmaAsync, by which the producer tells that the tile is there, consumers that it was read
+map         a cute.CopyAtom of the copy engine: where an array lies, and how its tiles are to lie in shared memory
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, pipeline
+from cutlass.cute.nvgpu import CopyUniversalOp, MmaUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
+
+ELEMENTS = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
+THREADS = 128  # four warps
+WARPGROUP = 128  # the same, as wgmma names them
+_PAD = 16  # bytes a row: eight rows of 16 bytes then lie in different banks of shared memory
+
+
+def tile_layout(rows, columns, element):
+    """Row by row, each a little apart from the next."""
+    return cute.make_layout((rows, columns), stride=(columns + _PAD * 8 // element.width, 1))
+
+
+def transposed(tile):
+    return cute.make_tensor(tile.iterator, cute.select(tile.layout, [1, 0]))
+
+
+def slice_of(element):
+    """How many columns of both operands a step of a product takes."""
+    return 1 if element is Float32 else 16
+
+
+def product(element):
+    """64 rows of a product: by tensor cores, or by multiplications and additions where float32 is to stay float32.
+
+    Either way each quad of threads has whole rows, so that what a row has in common is asked of three neighbours.
+    """
+    if element is Float32:
+        quads = cute.make_layout((THREADS // 4, 4, 1), stride=(4, 1, 0))
+        return cute.make_tiled_mma(MmaUniversalOp(Float32), quads)
+    atom = warp.MmaF16BF16Op(element, Float32, (16, 8, slice_of(element)))
+    return cute.make_tiled_mma(atom, (THREADS // 32, 1, 1), permutation_mnk=(64, 16, slice_of(element)))
+
+
+def loading_rows(element, columns, vector):
+    """Threads side by side along rows, each with `vector` numbers of one: from global to shared memory, and back."""
+    across = min(columns // vector, THREADS // 8)
+    atom = cute.make_copy_atom(CopyUniversalOp(), element, num_bits_per_copy=vector * element.width)
+    threads = cute.make_layout((THREADS // across, across), stride=(across, 1))
+    return cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vector)))
+
+
+def loading_operand(element, transpose=False):
+    """From shared memory to the registers of a product: four 8 x 8 matrices at once, or number by number."""
+    if element is Float32:
+        return cute.make_copy_atom(CopyUniversalOp(), element)
+    return cute.make_copy_atom(warp.LdMatrix8x8x16bOp(transpose, 4), element)
+
+
+def by_rows(fragment):
+    """A thread's numbers of a product as (rows, columns)."""
+    layout = fragment.layout
+    if cutlass.const_expr(cute.rank(layout, mode=[0]) == 1):  # multiplications and additions: (1, rows, columns)
+        rows, columns = (layout[1],), (layout[2],)
+    elif cutlass.const_expr(cute.rank(layout, mode=[0]) == 2):  # mma: ((2 columns, 2 rows), rows, columns)
+        rows, columns = (layout[0][1], layout[1]), (layout[0][0], layout[2])
+    else:  # wgmma: ((2 columns, 2 rows, columns), rows, columns)
+        rows, columns = (layout[0][1], layout[1]), (layout[0][0], layout[0][2], layout[2])
+    return cute.make_tensor(
+        fragment.iterator,
+        cute.make_layout(tuple(map(_shape, (rows, columns))), stride=tuple(map(_stride, (rows, columns)))),
+    )
+
+
+def _shape(modes):
+    return tuple(mode.shape for mode in modes)
+
+
+def _stride(modes):
+    return tuple(mode.stride for mode in modes)
+
+
+# -- Hopper -----------------------------------------------------------------------------------------------------------
+
+
+def role_of():
+    """The number of this thread's warpgroup, the same for all of a warp as compilers see it, and whether it copies."""
+    warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    return warp_number // 4, warp_number == 0
+
+
+def swizzled_tiles(element, rows, columns, count, transposed=False):
+    """Tiles as the copy engine writes and wgmma reads them: parts of 64 columns, whose rows have 128 bytes.
+
+    transposed: (columns, rows), for the second operand of a product over rows. They lie the same.
+    """
+    kind = warpgroup.SmemLayoutAtomKind.MN_SW128 if transposed else warpgroup.SmemLayoutAtomKind.K_SW128
+    atom = warpgroup.make_smem_layout_atom(kind, element)
+    if transposed:
+        return cute.tile_to_shape(atom, (columns, rows, count), order=(1, 0, 2))
+    return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+
+
+def copy_engine(x, tiles, transposed=False):
+    """A map of x, (batch, heads, n, d), for such tiles; and x in the copy engine's coordinates, (n, d, heads, batch),
+    or (d, n, heads, batch)."""
+    modes = [3, 2, 1, 0] if transposed else [2, 3, 1, 0]
+    rows = cute.make_tensor(x.iterator, cute.select(x.layout, modes))
+    tile = cute.select(tiles, [0, 1])
+    size = cute.product_each(tile.shape)
+    return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), rows, tile, size)
+
+
+def stages(tiles, consumers):
+    """The barriers of a ring of tiles, with so many warpgroups of consumers. A lane of each warp arrives."""
+    group = pipeline.CooperativeGroup
+    return pipeline.PipelineTmaAsync.create(
+        num_stages=cute.size(tiles, mode=[2]),
+        producer_group=group(pipeline.Agent.Thread),
+        consumer_group=group(pipeline.Agent.Thread, 4 * consumers),
+        tx_count=cute.size_in_bytes(tiles.element_type, cute.select(tiles.layout, [0, 1])),
+    )
+
+
+def products_sm90(element, rows, keys, columns):
+    """q @ k.T, of tiles in shared memory; and p @ v, of p in registers. A warpgroup has 64 rows of either.
+
+    Each as two: one that forgets what the result was before, and one that adds to it.
+    """
+    warpgroups = (rows // 64, 1, 1)
+    along, across = OperandMajorMode.K, OperandMajorMode.MN
+    memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+    qk = warpgroup.MmaF16BF16Op(element, Float32, (64, keys, 16), memory, along, along)
+    pv = warpgroup.MmaF16BF16Op(element, Float32, (64, columns, 16), registers, along, across)
+    return tuple(tuple(_adding(cute.make_tiled_mma(x, warpgroups), adds) for adds in (False, True)) for x in (qk, pv))
+
+
+def _adding(mma, adds):
+    mma.set(warpgroup.Field.ACCUMULATE, adds)
+    return mma
+
+
+def operand_of_product(fragment):
+    """How numbers of a product lie as the first operand of another: two groups of eight columns are one step of it."""
+    groups = cute.size(fragment) // 8
+    return cute.make_layout(((2, 2, 2), 1, groups), stride=((1, 2, 4), 0, 8))
+
+
+def consumers_meet(threads):
+    cute.arch.barrier(barrier_id=1, number_of_threads=threads)

@@ -1,0 +1,60 @@
+"""A kernel as the compiler is asked for it: all that its code depends on, and nothing of the call beside that."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tilewise import arrays
+from tilewise.kernels.cute import modules
+from tilewise.kernels.cute.rungs import Rung
+from tilewise.schedule import itemsize
+from tilewise.spec import Attention, Shape, Tile
+
+_SOURCES = Path(__file__).with_name("source")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    rung: str
+    source: str
+    dtype: str
+    tile: Tile
+    depth: int  # columns of q and k, with those of zeros that are added
+    columns: int  # of v
+    vector: int  # numbers of a row that lie at a multiple of their size in bytes, and are loaded at once
+    raw: bool  # scores stay products of q and k up to the exponent, which then has the scale in it
+    scaling: str  # what is multiplied by the scale if not the exponent: "scores", or tiles of "q" or "k" on their way
+    has_sinks: bool
+    packed: bool  # sequences lie one behind the other
+    loaded: tuple[tuple[str, int], ...]  # the type and the rank of each array that the variant reads
+    functions: str  # the variant's, as Python
+    heads: int = 0  # whose results are multiplied by w_o before they are stored; 0: results are stored as they are
+
+    def name(self, arch: str) -> str:
+        """Of its file."""
+        parts = (_sources(), modules.operations(), arch, repr(self))
+        return f"{self.rung}-{hashlib.sha256(''.join(parts).encode()).hexdigest()[:32]}.so"
+
+    def __str__(self) -> str:
+        heads = f"{self.depth}" if self.depth == self.columns else f"{self.depth} and {self.columns}"
+        return f"{self.rung}, {self.dtype}, heads up to {heads}{'' if self.vector > 1 else ', not aligned'}"
+
+
+def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -> Wanted:
+    """aligned: rows of q, k, v and the output begin at multiples of 16 bytes."""
+    loaded = tuple((arrays.dtype_name(slot.array), max(len(slot.array.shape), 1)) for slot in spec.loaded)
+    return Wanted(
+        rung.name, rung.source, shape.dtype, rung.tile(spec, shape), rung.columns(shape.d), rung.columns(shape.d_v),
+        vector=16 // itemsize(shape.dtype) if aligned else 1,
+        raw=spec.raw_scores and rung.scaling == "scores", scaling=rung.scaling,
+        has_sinks=spec.sinks is not None, packed=spec.lengths is not None,
+        loaded=loaded, functions=modules.text(spec),
+    )  # fmt: skip
+
+
+@cache
+def _sources() -> str:
+    return "".join(path.read_text() for path in sorted(_SOURCES.glob("*.py")))
