@@ -40,12 +40,9 @@ from tilewise.kernels.triton.modules import is_interpreted
 
 MOST_FAILURES = 10
 MOST_LUCK, MOST_LUCK_OF_A_KIND = 0.05, 0.15  # the share of results that may need the bound of rounding ...
-FEW = (
-    "d_array",
-    "d_sinks",
-)  # often one number or a few: the error that they are compared with is a single draw, so ...
-MOST_LUCK_OF_FEW = 0.15  # ... of one number a kernel as good as the dense computation is beyond twice it 1 in 4 times
 LUCK_SPARES = 5  # ... once there are some
+# Often a single number, whose error is compared with a single draw: a kernel as good is beyond twice it 1 in 4 times.
+FEW, MOST_LUCK_OF_FEW = ("d_array", "d_sinks"), 0.15
 PATIENCE = 120.0  # seconds for one case, after which it is taken to hang
 POOL = 72  # kinds of calls on a GPU: a number that most numbers of jobs divide, so that few compile the same
 ENVIRONMENT = ("TILEWISE_CPU_ISA", "OMP_NUM_THREADS")  # what a replay needs as well
