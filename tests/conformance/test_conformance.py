@@ -90,7 +90,7 @@ def test_backward_on_a_gpu(name: str, case: Case) -> None:
 
 # What is interpreted or simulated takes seconds each: of the variants, one in three at several tiles here, all by
 # `make test-all` and on a GPU. So are some packed gradients in Triton.
-LONG = ("triton", "cuda-sim/tiled", "cuda-sim/naive")
+LONG = ("triton", *dispatch.simulated_rungs())
 
 
 def _learned() -> set[str]:

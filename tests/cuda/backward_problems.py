@@ -57,6 +57,10 @@ class Problem(NamedTuple):
     magnitude: float = 1.0  # of q
 
 
+def _cells(*shape: int) -> Array:
+    return arrays.narrow(np.random.default_rng(len(shape)).standard_normal(shape), "bfloat16")
+
+
 PROBLEMS: dict[str, Problem] = {
     "one tile": Problem((1, 1, 1, 50, 100, 64, 64)),
     "whole tiles": Problem((1, 1, 1, 256, 256, 64, 64)),
@@ -108,6 +112,13 @@ PROBLEMS: dict[str, Problem] = {
     "every other row, a slope": Problem((1, 1, 1, 100, 260, 16, 16), {"mask": Q % 2 == 0, "score": tw.softcap(2.0)}),
     "a slope, float16, d 128": Problem((1, 1, 1, 100, 260, 128, 64), {"score": tw.softcap(2.0)}, "float16"),
     "alibi": Problem((1, 4, 2, 100, 150, 16, 16), {"score": tw.softcap(3.0) >> tw.alibi(4), "mask": tw.window(70)}),
+    # Tiles of an array that scores read come along; where heads are larger, d_s has one place less for it.
+    "a table, a slope, packed": Problem(
+        (1, 2, 1, 230, 330, 16, 16),
+        {"score": tw.bias(_cells(160, 200)) >> tw.softcap(2.0), "lengths": ((0, 70, 100, 230), (0, 130, 152, 330))},
+    ),
+    "a table, d 128": Problem((1, 2, 1, 150, 264, 128, 128), {"score": tw.bias(_cells(2, 150, 264)), "causal": True}),
+    "a table, d 256": Problem((1, 2, 1, 150, 136, 256, 256), {"score": tw.bias(_cells(2, 150, 136))}, "float16"),
     "a score that masks": Problem((1, 1, 1, 150, 150, 16, 16), {"score": where(K % 5 == 2, -np.inf, S * 0.5)}),
     "no number beyond the last query": Problem((1, 1, 1, 100, 150, 16, 16), {"score": S + 1 / (NQ - Q)}),
     "sinks": Problem(

@@ -33,6 +33,10 @@ AWAIT_ADDITION = "        wait_together(shared.d_out_full(stage), step / O_STAGE
 AWAIT_STORE = "        hw::tma_store_wait<0>();\n"
 AWAIT_D_V = "        hw::wgmma_wait<1>();\n        hw::pin(p);\n"
 AWAIT_D_K = "        hw::wgmma_wait<0>();\n        hw::pin(d_s);\n"
+AWAIT_TABLE = "        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), steps % 2);\n"
+FREE_TABLE = "            arrive(shared.table_free());\n"
+FREE_TABLE_EARLY = "        if (USES_TABLE) arrive(shared.table_free());\n"
+PACK_P = "        pack(p);\n"
 READ_SHIFT = "        read_shift();\n"
 BEGIN_D_P = "        clear_to_delta();\n"
 MULTIPLY_S = "        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));\n"
@@ -280,6 +284,34 @@ MISTAKES: dict[str, Mistake] = {
     "no scale of d_k": Mistake(WRONG, "full", {"d_k, 0, D, item, params.scale": "d_k, 0, D, item, 1.0f"}),
     "no scale of d_q": Mistake(
         WRONG, "full", {"&held[0][lower * 2], params.scale": "&held[0][lower * 2], 1.0f"},
+    ),
+    # Tables.
+    "no wait for a table": Mistake(f"{WRONG}|more often", "a table, d 128", {AWAIT_TABLE: ""}),
+    "a table that is never let go": Mistake("deadlock", "a table, d 128", {FREE_TABLE: ""}),
+    "a table let go before it is read": Mistake(
+        WRONG, "a table, d 128", {FREE_TABLE: "", AWAIT_TABLE: AWAIT_TABLE + FREE_TABLE_EARLY},
+    ),
+    "a table let go before slopes are known": Mistake(
+        WRONG, "a table, a slope, packed",
+        {FREE_TABLE: "", PACK_P: PACK_P + FREE_TABLE_EARLY},
+    ),
+    "a table that is not waited for": Mistake(
+        f"{WRONG}|more often", "a table, d 128",
+        {"        wait_together(shared.table_free(), table_ring.parity);\n": ""},
+    ),
+    "the table's first keys for all": Mistake(
+        WRONG, "a table, d 128", {"+ item.j * TILE_K + part * TABLE_COLUMNS": "+ part * TABLE_COLUMNS"},
+    ),
+    "cells of the same queries": Mistake(WRONG, "a table, d 128", {"n * 8 + lane / 16 * 8": "n * 8"}),
+    "cells of the same keys": Mistake(
+        WRONG, "a table, d 128", {"first_row() + lane / 8 % 2 * 8, query": "first_row(), query"},
+    ),
+    "cells that are not turned": Mistake(
+        WRONG, "a table, d 128", {"load_matrices_turned(cells": "load_matrices(cells"},
+    ),
+    "one cell of two": Mistake(WRONG, "a table, d 128", {"(&two)[which]": "(&two)[0]"}),
+    "the only d_s of 64 queries written while it is multiplied": Mistake(
+        f"{UNFENCED}|{ISSUED}|{WRONG}", "a table, d 128", {AWAIT_D_S_FREE: ""},
     ),
     # Which tiles meet.
     "a head too few of a group": Mistake(

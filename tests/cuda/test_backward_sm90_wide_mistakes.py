@@ -88,6 +88,9 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "d 256", {"hw::anew(queries) + first_query() * ROW_BYTES": "hw::anew(queries)"}
     ),
     "weights of the other queries": Mistake(WRONG, "d 256", {"((first_query() / 8 + k % 4": "((k % 4"}),
+    "cells of the other queries": Mistake(
+        WRONG, "a table, d 256", {"query = first_query() + n * 8 + lane / 16": "query = n * 8 + lane / 16"}
+    ),
     "shifts of the other queries": Mistake(
         WRONG, "d 256", {"(first_query() + n * 8 + lane % 4 * 2) * 4": "(n * 8 + lane % 4 * 2) * 4"}
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tilewise.kernels.cuda import wgmma
-from tilewise.kernels.cuda.rungs import PLAIN, RUNGS, SOURCES, UNORDERED, Rung, Tiled, parts, up
+from tilewise.kernels.cuda.rungs import PLAIN, RUNGS, SOURCES, UNORDERED, ForwardSm90, Rung, Tiled, parts, up
 from tilewise.spec import Attention, Shape, Tile
 
 
@@ -92,7 +92,7 @@ class _BackwardSm90:
         return 256
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        return {"SHARED_BYTES": 0, "ORDERED": self.ordered}
+        return {"SHARED_BYTES": 0, "ORDERED": self.ordered, "S_STAGES": 2 if tile.q == 64 else 1}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
@@ -111,20 +111,27 @@ class BackwardProducts(_BackwardSm90):
     """d_k and d_v lie in registers, d_q in sums in memory."""
 
     name = "backward_sm90"
+    SHARED = ForwardSm90.SHARED
+    AROUND = 384 + 1024  # barriers and what is told beside tiles, and the room to align them
+    LEAST_D_S = 1  # places
 
     def threads(self, tile: Tile) -> int:
         return 384
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        q_parts, v_parts = parts(shape.d), parts(shape.d_v)
-        # Rows of 128 bytes: k, v, d_s (of 128 queries or two of 64), twice q and d_out. Then twice d_q, shift, delta.
-        rows = tile.k * (q_parts + v_parts + 2) + tile.q * 2 * (q_parts + v_parts)
-        return {
-            **super().constants(tile, shape, cell_bytes),
-            "SHARED_BYTES": 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + self.AROUND,
-        }
+        """A tile of a table, of cells of 2 bytes, comes along if it has room, for which d_s may give up a place."""
+        made = super().constants(tile, shape, cell_bytes)
+        places, table = int(made["S_STAGES"]), 2 * tile.q * tile.k if cell_bytes == 2 else 0
+        ways = [(places, table), (self.LEAST_D_S, table), (places, 0)]
+        places, table = next(way for way in ways if self._bytes(tile, shape, way[0]) + way[1] <= self.SHARED)
+        shared_bytes = self._bytes(tile, shape, places) + table
+        return {**made, "S_STAGES": places, "USES_TABLE": table > 0, "SHARED_BYTES": shared_bytes}
 
-    AROUND = 384 + 1024  # barriers and what is told beside tiles, and the room to align them
+    def _bytes(self, tile: Tile, shape: Shape, places: int) -> int:
+        q_parts, v_parts = parts(shape.d), parts(shape.d_v)
+        # Rows of 128 bytes: k, v, d_s, twice q and d_out. Then twice d_q, shift, delta.
+        rows = tile.k * (q_parts + v_parts + places * tile.q // 64) + tile.q * 2 * (q_parts + v_parts)
+        return 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + self.AROUND
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         half = 64 if tile.q == 128 else parts(shape.d) * 32
@@ -135,15 +142,13 @@ class WideBackwardProducts(BackwardProducts):
     """The same for wide heads, whose columns are halved: three parts of 64 count as four."""
 
     name = "backward_sm90_wide"
+    LEAST_D_S = 2
 
-    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+    def _bytes(self, tile: Tile, shape: Shape, places: int) -> int:
         q_parts, v_parts = _halved(parts(shape.d)), _halved(parts(shape.d_v))
-        # Rows of 128 bytes: k, v, twice d_s, p, twice q, d_out. Then half of d_q, twice shift, delta.
-        rows = tile.k * (q_parts + v_parts + 3) + tile.q * (2 * q_parts + v_parts)
-        return {
-            **super().constants(tile, shape, cell_bytes),
-            "SHARED_BYTES": 128 * rows + 4 * tile.q * 32 * q_parts + 3 * 4 * tile.q + self.AROUND,
-        }
+        # Rows of 128 bytes: k, v, d_s, p, twice q, d_out. Then half of d_q, twice shift, delta.
+        rows = tile.k * (q_parts + v_parts + places + 1) + tile.q * (2 * q_parts + v_parts)
+        return 128 * rows + 4 * tile.q * 32 * q_parts + 3 * 4 * tile.q + self.AROUND
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         half, v_half = (_halved(parts(d)) * 32 for d in (shape.d, shape.d_v))

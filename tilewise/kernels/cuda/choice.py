@@ -66,4 +66,4 @@ def backward_sources_of(hoppers: Hoppers, spec: Attention, shape: Shape) -> list
     """Those of Hopper's kernels of the backward pass, in their order."""
     slope, rungs = score_slopes(spec)[S], hoppers.rungs(shape)
     tile = rungs[0].default_tile(spec, shape)
-    return [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung in rungs]
+    return [assembled(rung, spec, shape, tile, slope=slope)[0] for rung in rungs]

@@ -91,7 +91,7 @@ class Room:
         self.bytes = memoryview(memory.bytes).cast("B")
         self.words = self.bytes.cast("Q")
         size = ctypes.sizeof(structs.TensorMapBytes)
-        self.maps = [gpu.tensor_map_at(address + i * size) for i in range(len(structs.MAPS))]
+        self.maps = [gpu.tensor_map_at(address + i * size) for i in range(len(structs.BACKWARD_MAPS))]
         self._pointers = (ctypes.c_void_p * 1)(address)
         self.arguments = ctypes.addressof(self._pointers)
 

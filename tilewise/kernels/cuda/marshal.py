@@ -251,11 +251,11 @@ def sums(full: Any, view: View, told: dict[str, int]) -> Structure:
     return made  # type: ignore[no-any-return]
 
 
-def sums_maps(
+def backward_maps(
     views: dict[str, View], dtype: str, tile: Tile, table: Table | None, loaded: Sequence[View]
 ) -> dict[str, TensorMap]:
-    """What the copy engine brings to source/arrays_sm90.cu. loaded: as Params has them."""
-    return tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, dtype, tile, table, loaded)
+    """What the copy engine brings to Hopper's kernels of a backward pass. loaded: as Params has them."""
+    return tensor_maps({name: views[name] for name in structs.BACKWARD_OPERANDS}, dtype, tile, table, loaded)
 
 
 def sums_launch(made: Any, maps: dict[str, bytes]) -> Structure:

@@ -186,13 +186,15 @@ def prepare_backward_sm90(
     tile = rungs[0].default_tile(spec, shape)
     by_key, numbers = launcher.tables_on(device, spec, shape, tile, rungs[0])
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
-    given = {name: views[name] for name in structs.BACKWARD_MAPS}
-    maps = {name: x.encoded() for name, x in marshal.tensor_maps(given, shape.dtype, tile).items()}
+    copied = all(view.address % 16 == 0 for view in loaded)
     at_once = gpu.multiprocessors(device)
     counts = marshal.backward_blocks(shape, by_key, by_query, at_once)
     made = []
     for rung, blocks in zip(rungs, counts, strict=True):
-        source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers)
+        source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers, copied=copied)
+        in_order = [loaded[order.index(i)] for i in range(len(order))]
+        described = marshal.backward_maps(views, shape.dtype, tile, source.table, in_order)
+        maps = {name: x.encoded() for name, x in described.items()}
         launch = marshal.backward_launch(full, shape, by_key, by_query, numbers_by_query.data_ptr(), maps, at_once)
         refining = None
         if rung is rungs[1]:  # which follows the plans
@@ -202,6 +204,7 @@ def prepare_backward_sm90(
         further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
         further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
         mapped = [0, 1, 2, len(OPERANDS) + len(order)]  # q, k, v and d_out
+        mapped += [] if source.table is None else [len(OPERANDS) + order.index(source.table.slot)]
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = [numbers, numbers_by_query]
         made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, refining, mapped))

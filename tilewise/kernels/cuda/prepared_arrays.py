@@ -50,7 +50,7 @@ class OnGpu:
         params = marshal.sums(full, View.of_torch(sums), told)
         if copies(rung):
             in_order = [self._loaded[order.index(i)] for i in range(len(order))]
-            maps = marshal.sums_maps(self._views, self._shape.dtype, tile, source.table, in_order)
+            maps = marshal.backward_maps(self._views, self._shape.dtype, tile, source.table, in_order)
             params = marshal.sums_launch(params, {name: x.encoded() for name, x in maps.items()})
         Prepared(self._device, source, count, params, [], [numbers]).launch([])
 

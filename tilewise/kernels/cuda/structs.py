@@ -74,6 +74,8 @@ def launch_type(n_arrays: int) -> type[Structure]:
     return Launch
 
 
+BACKWARD_OPERANDS = ("q", "k", "v", "d_out")  # that the copy engine brings
+BACKWARD_MAPS = (*BACKWARD_OPERANDS, "table")
 BACKWARD_ARRAYS = ("d_out", "d_lse", "delta", "d_q", "d_k", "d_v")
 
 
@@ -102,15 +104,12 @@ def sums_type(n_arrays: int) -> type[Structure]:
     return Sums
 
 
-SUMS_MAPS = ("q", "k", "v", "d_out", "table")
-
-
 @cache
 def sums_launch_type(n_arrays: int) -> type[Structure]:
     """Launch of source/arrays_sm90.cu, with Sums inside."""
 
     class SumsLaunch(Structure):
-        _fields_ = [*((name, TensorMapBytes) for name in SUMS_MAPS), ("sums", sums_type(n_arrays))]
+        _fields_ = [*((name, TensorMapBytes) for name in BACKWARD_MAPS), ("sums", sums_type(n_arrays))]
 
     return SumsLaunch
 
@@ -124,7 +123,6 @@ class Gathering(Structure):
     ]  # fmt: skip
 
 
-BACKWARD_MAPS = ("q", "k", "v", "d_out")
 WORKSPACE = ("rows", "sums", "turns")
 
 

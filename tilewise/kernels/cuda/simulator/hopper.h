@@ -33,6 +33,7 @@ struct Product {
 };
 void wgmma(float* d, const Product& product, SourceLine where);
 void load_matrices(uint32* to, uint32 row, SourceLine where);
+void load_matrices_turned(uint32* to, uint32 row, SourceLine where);
 void store_matrices(uint32 row, const uint32* from, SourceLine where);
 void mma(float* d, const uint32* a, const uint32* b, bool bfloat, SourceLine where);
 }  // namespace simulator
@@ -102,6 +103,9 @@ template <class T> uint32 packed(float low, float high) {
     return narrow<T>(low).bits | uint32(narrow<T>(high).bits) << 16;
 }
 inline void load_matrices(uint32 (&to)[4], uint32 row, CALLED_FROM) { simulator::load_matrices(to, row, where); }
+inline void load_matrices_turned(uint32 (&to)[4], uint32 row, CALLED_FROM) {
+    simulator::load_matrices_turned(to, row, where);
+}
 inline void store_matrices(uint32 row, const uint32 (&from)[4], CALLED_FROM) { simulator::store_matrices(row, from, where); }
 
 constexpr bool BFLOAT = IsBFloat<Element>::value;

@@ -147,7 +147,7 @@ class _Simulated:
         params = marshal.sums(full, View.of_numpy(sums), told)
         if copies(rung):
             loaded = [View.of_numpy(x) for x in held]
-            maps = marshal.sums_maps(self._views, self._shape.dtype, tile, text.table, loaded)
+            maps = marshal.backward_maps(self._views, self._shape.dtype, tile, text.table, loaded)
             params = marshal.sums_launch(params, {name: bytes(x.simulated()) for name, x in maps.items()})
         _launch(text, params, count, self._order, self._seed)
 
@@ -187,11 +187,12 @@ def _launch_sm90(
     numbers = hoppers.workspace(spec, shape, q_tiles)
     space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
     space["next_item"] = np.zeros(1, np.int32)
-    copied = marshal.tensor_maps({name: views[name] for name in structs.BACKWARD_MAPS}, shape.dtype, tile)
-    maps = {name: bytes(x.simulated()) for name, x in copied.items()}
     counts = marshal.backward_blocks(shape, by_key, by_query, MULTIPROCESSORS)
     for rung, blocks in zip(rungs, counts, strict=True):
-        text, full, _held = _backward_of(rung, spec, shape, tile, views, by_key)
+        text, full, held = _backward_of(rung, spec, shape, tile, views, by_key, copied=True)
+        loaded = [View.of_numpy(x) for x in held]
+        copied = marshal.backward_maps(views, shape.dtype, tile, text.table, loaded)
+        maps = {name: bytes(x.simulated()) for name, x in copied.items()}
         at = int(by_query.numbers.ctypes.data)
         made = marshal.backward_launch(full, shape, by_key, by_query, at, maps, MULTIPROCESSORS)
         for name, x in space.items():

@@ -234,22 +234,37 @@ void wgmma_wait(int groups, SourceLine where) {
     }
 }
 
-// Four matrices of 8 x 8, of whose rows each lane names one; it has two numbers of a row of each.
-template <class Act> static void for_each_matrix(uint32 row, SourceLine where, Act act) {
+// Four matrices of 8 x 8, of whose rows each lane names one.
+template <class Act> static void with_rows(uint32 row, SourceLine where, Act act) {
     if (row % 16) fail(where, "a row of a matrix is not aligned to 16 bytes");
-    const int lane = current->number % WARP;
-    memcpy(shuffle_slot(lane), &row, 4);
+    memcpy(shuffle_slot(current->number % WARP), &row, 4);
     warp_barrier(~0u, where);
-    for (int i = 0; i < 4; i++) {
+    act([&](int matrix, int number) {
         uint32 address;
-        memcpy(&address, shuffle_slot(i * 8 + lane / 4), 4);
-        act(i, memory_at(address, 16, where) + lane % 4 * 4);
-    }
+        memcpy(&address, shuffle_slot(matrix * 8 + number), 4);
+        return memory_at(address, 16, where);
+    });
     end_exchange();
+}
+// A lane has two numbers of a row of each.
+template <class Act> static void for_each_matrix(uint32 row, SourceLine where, Act act) {
+    const int lane = current->number % WARP;
+    with_rows(row, where, [&](auto row_of) {
+        for (int i = 0; i < 4; i++) act(i, row_of(i, lane / 4) + lane % 4 * 4);
+    });
 }
 
 void load_matrices(uint32* to, uint32 row, SourceLine where) {
     for_each_matrix(row, where, [&](int i, const unsigned char* at) { memcpy(to + i, at, 4); });
+}
+
+// Two of a column.
+void load_matrices_turned(uint32* to, uint32 row, SourceLine where) {
+    const int lane = current->number % WARP;
+    with_rows(row, where, [&](auto row_of) {
+        for (int i = 0; i < 8; i++)
+            memcpy(reinterpret_cast<unsigned char*>(to) + i * 2, row_of(i / 2, lane % 4 * 2 + i % 2) + lane / 4 * 2, 2);
+    });
 }
 
 void store_matrices(uint32 row, const uint32* from, SourceLine where) {

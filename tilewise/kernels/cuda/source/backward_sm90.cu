@@ -17,6 +17,7 @@
 #include "hopper.h"
 #include "wgmma.h"
 #include "sm90_backward.h"
+#include "sm90_table.h"
 #include "sm90_backward_producer.h"
 #include "sm90_backward_consumer.h"
 

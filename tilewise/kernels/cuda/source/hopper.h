@@ -164,7 +164,14 @@ INLINE void load_matrices(uint32 (&to)[4], uint32 row) {
                  : "r"(row)
                  : "memory");
 }
-// The same way back. Other lanes find the rows after a __syncwarp.
+// The same with rows and columns exchanged.
+INLINE void load_matrices_turned(uint32 (&to)[4], uint32 row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+// Four matrices the way back. Other lanes find the rows after a __syncwarp.
 INLINE void store_matrices(uint32 row, const uint32 (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]), "r"(from[1]),
                  "r"(from[2]), "r"(from[3])

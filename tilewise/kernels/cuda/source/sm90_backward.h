@@ -18,7 +18,8 @@ constexpr int K_BYTES = TILE_K * K_PARTS * ROW_BYTES, V_BYTES = TILE_K * O_PARTS
               Q_BYTES = TILE_Q * K_PARTS * ROW_BYTES, O_BYTES = TILE_Q * O_PARTS * ROW_BYTES,
               S_PART_BYTES = TILE_K * ROW_BYTES, S_BYTES = TILE_Q / 64 * S_PART_BYTES,  // a part: of 64 queries
               ROWS_BYTES = TILE_Q * 4;
-constexpr int Q_STAGES = 2, O_STAGES = WIDE ? 1 : 2, S_STAGES = TILE_Q == 64 ? 2 : 1;
+constexpr int Q_STAGES = 2, O_STAGES = WIDE ? 1 : 2;
+constexpr int TABLE_TILE_BYTES = USES_TABLE ? TILE_Q * TILE_K * 2 : 0;  // cells of 2 bytes that scores read
 // d_q of a step: a warpgroup has half of it, 64 of 128 queries, or of 64 queries half of the columns. It goes to its sums by
 // halves, or, if heads are wide, by quarters.
 constexpr bool HALVES_QUERIES = TILE_Q == 128;
@@ -28,7 +29,7 @@ constexpr int TURNS = WIDE ? 2 : 1;  // of each query tile: halves of wide heads
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Launch {  // as in ../structs.py
-    TensorMap q, k, v, d_out;
+    TensorMap q, k, v, d_out, table;
     Backward backward;  // its plan is by keys
     const Sequence* sequences;  // the same plan by queries
     const int* offsets;
@@ -147,7 +148,7 @@ struct Shared {
 
     static constexpr int V = K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES,
                          D_S = D_OUT + O_STAGES * O_BYTES, P = D_S + S_STAGES * S_BYTES, D_Q = P + (WIDE ? S_BYTES : 0),
-                         SHIFT = D_Q + (WIDE ? 2 : 4) * PIECE_BYTES, DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
+                         TABLE = D_Q + (WIDE ? 2 : 4) * PIECE_BYTES, SHIFT = TABLE + TABLE_TILE_BYTES, DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
                          BARRIERS = DELTA + O_STAGES * ROWS_BYTES, ITEM = BARRIERS + 192, MEETING = ITEM + 64,
                          ADDITION = MEETING + 64, END = BARRIERS + 384;
 
@@ -165,6 +166,7 @@ struct Shared {
     __device__ __forceinline__ uint32 d_q(int storer, int piece) const {
         return base + D_Q + (WIDE ? storer : storer * 2 + piece) * PIECE_BYTES;
     }
+    __device__ __forceinline__ uint32 table() const { return base + TABLE; }
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
@@ -206,6 +208,8 @@ struct Shared {
     __device__ __forceinline__ uint32 d_out_free(int stage) const { return barrier(11 + stage); }
     __device__ __forceinline__ uint32 tail(int loader) const { return barrier(13 + loader); }
     __device__ __forceinline__ uint32 d_q_free(int storer) const { return barrier(15 + storer); }
+    __device__ __forceinline__ uint32 table_full() const { return barrier(17); }
+    __device__ __forceinline__ uint32 table_free() const { return barrier(18); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(v_full(), 1);
@@ -213,6 +217,8 @@ struct Shared {
         hw::mbarrier_init(k_full(), 1);
         hw::mbarrier_init(k_free(), CONSUMER_WARPS + 3);  // and who else reads the item: the loader of v, two storers
         hw::mbarrier_init(d_s_free(), CONSUMER_WARPS);
+        hw::mbarrier_init(table_full(), 1);
+        hw::mbarrier_init(table_free(), CONSUMER_WARPS);
         for (int stage = 0; stage < 2; stage++) {
             hw::mbarrier_init(q_full(stage), 1);
             hw::mbarrier_init(q_free(stage), CONSUMER_WARPS);

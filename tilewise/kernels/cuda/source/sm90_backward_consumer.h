@@ -2,6 +2,7 @@
 // What both kernels do with scores is here, from a query tile's arrival to p and d_s; what they make of these is their own.
 #pragma once
 
+static_assert(!USES_TABLE || TABLE_BYTES == TABLE_TILE_BYTES, "cells of 2 bytes");
 constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
 
 // Of 64 keys a thread has two (g and g + 8 of its warp's 16). Of each eight queries it has two:
@@ -99,16 +100,32 @@ struct Scores {
         const int tile = shared.item().j * TILE_K;
         const variant::Key key[2] = {variant::key(params, head, tile, first_key()),
                                      variant::key(params, head, tile, first_key() + 8)};
+        uint32 cells[4];
 #pragma unroll
-        for (int n = 0; n < QUERIES / 8; n++)
+        for (int n = 0; n < QUERIES / 8; n++) {
+            if (USES_TABLE && n % 2 == 0) read_cells(cells, n);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int query = work.first_query + first_query() + n * 8 + lane % 4 * 2 + e;
                 const variant::Row row = variant::seen_from(variant::row(params, head, query), tile);
 #pragma unroll
-                for (int half = 0; half < 2; half++)
-                    act(n * 4 + half * 2 + e, query, head, row, key[half], variant::near_cells(row, key[half]));
+                for (int half = 0; half < 2; half++) {
+                    variant::Near near = variant::near_cells(row, key[half]);
+                    if (USES_TABLE) variant::set_table_cell(near, one_of(cells[n % 2 * 2 + half], e));
+                    act(n * 4 + half * 2 + e, query, head, row, key[half], near);
+                }
             }
+        }
+    }
+    // Of 16 queries from n * 8 on, and of the warp's keys: cells[m * 2 + half] has two, of queries (n + m) * 8 + lane % 4 * 2 and
+    // the next, and of key g + half * 8. The copy engine has brought them queries down; they are turned as they are loaded.
+    __device__ __forceinline__ void read_cells(uint32 (&cells)[4], int n) const {
+        const int key = first_row() + lane / 8 % 2 * 8, query = first_query() + n * 8 + lane / 16 * 8 + lane % 8;
+        const uint32 row = shared.table() + (key / TABLE_COLUMNS * TILE_Q + query) * ROW_BYTES;
+        hw::load_matrices_turned(cells, row + ((key % TABLE_COLUMNS / 8) ^ query % 8) * 16);
+    }
+    __device__ __forceinline__ float one_of(const uint32& two, int which) const {
+        return widen(reinterpret_cast<const variant::TableCell*>(&two)[which]);
     }
     __device__ __forceinline__ void score() {
         if (!SCORED && !is_partial) return;
@@ -153,6 +170,7 @@ struct Scores {
         if (variant::HAS_SLOPE)
 #pragma unroll
             for (int i = 0; i < QUERIES / 2; i++) plain[i] = s[i] * params.scale;
+        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), steps % 2);
         score();
         exponentiate();
         pack(p);
@@ -163,6 +181,10 @@ struct Scores {
         if (LAST) arrive(shared.v_free());
         weigh();
         multiply_by_slopes();
+        if (USES_TABLE) {
+            __syncwarp();  // all lanes have read their cells
+            arrive(shared.table_free());
+        }
         pack(d_s);
     }
     // To shared memory, keys down; 16 x 16 numbers of a warp at a time.

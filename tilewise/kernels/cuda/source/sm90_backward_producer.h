@@ -19,9 +19,12 @@ struct Loader {
     const Shared& shared;
     const int number, lane;
     uint32 tails = 0;
+    Ring<1> table_ring;
 
     __device__ __forceinline__ Loader(const Launch& launch, const Shared& shared)
-        : launch(launch), params(launch.backward.params), shared(shared), number(threadIdx.x / 32), lane(threadIdx.x % 32) {}
+        : launch(launch), params(launch.backward.params), shared(shared), number(threadIdx.x / 32), lane(threadIdx.x % 32) {
+        table_ring.parity = 1;  // its place is free
+    }
 
     template <int ROWS, int PARTS>
     __device__ __forceinline__ void load(uint32 to, const TensorMap* map, uint32 full, int row, int h, int b, int left,
@@ -57,6 +60,26 @@ struct Loader {
         const int heads_k = params.heads / params.group;
         const int sequence = sequence_of_tile(params.sequences, params.n_sequences, at.tile);
         return {at.tile - params.sequences[sequence].first_tile, sequence, at.head / heads_k, at.head % heads_k, 0};
+    }
+
+    // What scores of a query tile and a key tile read, if it is an array of queries and keys.
+    __device__ __forceinline__ void load_table(const Visits& at, const Shared::Item& item) {
+        Work work;
+        work.sequence = params.sequences[item.sequence];
+        work.b = item.b;
+        work.h = at.h;
+        work.hk = item.hk;
+        work.tile = at.tile;
+        work.first_query = at.tile * TILE_Q;
+        const int2 others = variant::table_at(variant::head(params, work));
+        wait_together(shared.table_free(), table_ring.parity);
+        table_ring.advance();
+        if (lane != 0) return;
+        hw::mbarrier_arrive_expect(shared.table_full(), TABLE_BYTES);
+        for (int part = 0; part < TABLE_PARTS; part++)
+            hw::tma_load_4d(shared.table() + part * TILE_Q * ROW_BYTES, &launch.table, shared.table_full(),
+                            work.sequence.origin_k + item.j * TILE_K + part * TABLE_COLUMNS,
+                            work.sequence.origin_q + work.first_query, others.x, others.y);
     }
 
     __device__ __forceinline__ void bring_keys_and_queries() {
@@ -100,6 +123,7 @@ struct Loader {
                 load<TILE_Q, K_PARTS>(shared.q(q_ring.stage), &launch.q, shared.q_full(q_ring.stage), place.first_query, at.h,
                                       at.b, place.left, place.rows, shared.shift(q_ring.stage));
                 q_ring.advance();
+                if (USES_TABLE) load_table(at, item);
             }
         }
     }
