@@ -309,3 +309,24 @@ def test_gradients_read_nothing_that_was_not_written(kernel: str, monkeypatch: p
     monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).fill_(torch.nan))
     for x, y in zip(_gradients(kernel, inputs, d_out), want, strict=True):
         assert float((x - y).abs().max()) < 0.02 * float(y.abs().max())
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("kernel", ["cuda/forward_sm90", "cuda/unordered"])
+def test_gradients_with_a_bias_that_comes_by_tiles(kernel: str, d: int) -> None:
+    """Of heads of their own and of one for all, each twice, the second time somewhere else; and the bias's own."""
+    torch.manual_seed(d)
+    for shape in ((4, 300, 400), (300, 400)):
+        for _ in range(2):
+            q = torch.randn(2, 4, 300, d, dtype=torch.bfloat16)
+            k, v = (torch.randn(2, 2, 400, d, dtype=torch.bfloat16) for _ in range(2))
+            bias, d_out = torch.randn(shape, dtype=torch.bfloat16), torch.randn_like(q)
+
+            def gradients(convert: Any, kernel: str, given: Any = (q, k, v, bias, d_out)) -> Any:
+                q, k, v, bias, d_out = (convert(x).requires_grad_() for x in given)
+                out = tw.attention(q, k, v, causal=True, score=tw.bias(bias, grad=True), kernel=kernel)
+                return torch.autograd.grad(out, (q, k, v, bias), d_out)
+
+            want, got = gradients(lambda x: x.double(), "auto"), gradients(lambda x: x.cuda(), kernel)
+            for x, y in zip(got, want, strict=True):
+                assert (x.cpu().double() - y).abs().max() < 2e-2 * y.abs().max()
