@@ -108,18 +108,20 @@ class System:
 
 
 _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
+_CUTE_RUNGS = ("basic", "forward_sm90", "scaled_q", "scaled_k")
 SYSTEMS = (
     System("cpu", "tilewise.kernels.cpu", "CpuKernel"),
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", (*_CUDA_RUNGS, "unordered")),
     System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
-    System("cute", "tilewise.kernels.cute", "CuteKernel", ("basic", "forward_sm90", "scaled_q", "scaled_k")),
+    # Not by itself before it has computed on a GPU.
+    System("cute", "tilewise.kernels.cute", "CuteKernel", _CUTE_RUNGS, only_if_named=True),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
-DECODING = ("cpu", "numpy", "triton", "cuda", "cute")
+DECODING = ("cpu", "numpy", "triton", "cuda")
 # And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler.
 TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"nothing can be compiled here: {reason}")
     Path(args.out).mkdir(parents=True, exist_ok=True)
     check_writable("--out", args.out)
-    files, spilling = Files(Path(args.out)), 0
+    files, spilling = Files(Path(args.out), most=None), 0
     for i, (kernel, arch, about) in enumerate(asked, start=1):
         progress(f"compiling {i} of {len(asked)}: {about}")
         started = time.perf_counter()

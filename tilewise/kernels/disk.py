@@ -15,10 +15,10 @@ _DIGEST = hashlib.sha256().digest_size  # at the end of each file, where loaders
 
 @dataclass(frozen=True)
 class Files:
-    """A folder of compiled kernels, by name: the latest `most` of them."""
+    """A folder of compiled kernels, by name: the latest `most` of them, or all."""
 
     folder: Path
-    most: int = 4096
+    most: int | None = 4096
 
     def path(self, name: str) -> Path | None:
         """The file of that name, if it is there and whole."""
@@ -67,6 +67,8 @@ class Files:
         return self.folder / name
 
     def _forget_oldest(self) -> None:
+        if self.most is None:
+            return
         with suppress(OSError):  # another process may be at the same
             files = [path for path in self.folder.iterdir() if not path.name.startswith(".")]
             if len(files) > self.most:

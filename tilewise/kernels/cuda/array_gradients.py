@@ -70,7 +70,7 @@ class _Sums(Summing):
             "splits": splits,
         }  # fmt: skip
         sums = self._summed((splits * batch, heads, self.most_q, self.most_k), splits * count, told)
-        return sums.reshape(splits, batch, *sums.shape[1:]).sum(0)
+        return sums if splits == 1 else sums.reshape(splits, batch, *sums.shape[1:]).sum(0)
 
     def distances(self) -> tuple[Any, int]:
         (q_tiles, k_tiles), heads = self._tiles, self.shape.heads

@@ -86,7 +86,7 @@ class _BackwardSm90:
         return Tile(128 if many else 64, 128 if widest <= self.NARROW else 64)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
-        return self.default_tile(PLAIN, shape)
+        return tile  # its own: these kernels are not told others
 
     def threads(self, tile: Tile) -> int:
         return 256
