@@ -52,7 +52,7 @@ def test_random_calls(kernel: str) -> None:
     reason = dispatch.kernel(kernel).unavailable()
     if reason is not None:
         pytest.skip(f"{kernel} cannot run on this machine: {reason}")
-    cases = "300" if kernel in ("cpu", "numpy") else "25"  # each of the others' is compiled first, or interpreted
+    cases = "300" if kernel in ("cpu", "numpy") else "15"  # each of the others' is compiled first, or interpreted
     pool = ["--pool", "8"] if kernel.endswith("forward_sm90") else []  # that takes a second or more
     done = _fuzz("--kernel", kernel, "--cases", cases, *pool)
     assert done.returncode == 0, done.stdout + done.stderr
