@@ -318,8 +318,9 @@ class _RoundsTooMuch(NumpyKernel):
         ("out of dense", 6, 39, True),
         ("d_array", 6, 40, False),
         ("d_array", 6, 39, True),
-        ("d_sinks of packed", 6, 20, False),
-        ("d_sinks of packed", 6, 19, True),
+        ("d_array of packed", 6, 20, False),
+        ("d_array of packed", 6, 19, True),
+        ("d_sinks", 6, 119, True),
     ],
 )
 def test_luck_is_rare_or_there_is_little_of_it(name: str, lucky: int, results: int, too_often: bool) -> None:

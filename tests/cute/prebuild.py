@@ -23,12 +23,14 @@ from tilewise.cases import Case, conformance
 from tilewise.cli.build import _capability
 from tilewise.kernels.cute import architecture, compiler, support
 from tilewise.kernels.cute.cubin import Resources
-from tilewise.kernels.cute.launch import chosen, is_aligned
+from tilewise.kernels.cute.launch import cannot_be_copied, is_aligned
 from tilewise.kernels.cute.projection import kernel_for
 from tilewise.kernels.cute.rungs import LADDER, SCALED
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 from tilewise.validate import Call
+
+RUNTIME = "cu13"
 
 
 def calls() -> Iterator[Call]:
@@ -60,9 +62,9 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
         q, k, v = (_clone(x) for x in (call.q, call.k, call.v))
         out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype)
         for rung in LADDER:
-            if support.unsupported(call.spec, shape, rung, capability) is None:
-                taken = chosen(rung, False, q, k, v)
-                found[kernel_of(taken, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
+            copied = not rung.maps or cannot_be_copied({"q": q, "k": k, "v": v}) is None
+            if copied and support.unsupported(call.spec, shape, rung, capability) is None:
+                found[kernel_of(rung, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
     scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
     for x in (scaled, scaled.float()):
         call = validate.prepare(x, x, x, causal=True)
@@ -78,11 +80,12 @@ def _clone(x: object) -> torch.Tensor:
 
 
 def _build(kernel: Wanted, arch: str, folder: str) -> tuple[Resources | None, float]:
-    files, started = Files(Path(folder)), time.perf_counter()
-    if files.path(kernel.name(arch)) is not None:
+    files, started = Files(Path(folder), most=None), time.perf_counter()
+    name = kernel.name(arch, RUNTIME)
+    if files.path(name) is not None:
         return None, 0.0
     made = compiler.compile(kernel, arch)
-    files.add(kernel.name(arch), made.library())
+    files.add(name, made.library(RUNTIME))
     return made.resources, time.perf_counter() - started
 
 

@@ -13,14 +13,15 @@ import tilewise as tw
 from tests.cuda.test_ops import EXPRESSIONS
 from tilewise import cli, dispatch
 from tilewise.expr import Expr
+from tilewise.kernels import gpus
 from tilewise.kernels.cute import compiler, library, support
-from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.rungs import RUNGS, Rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.spec import Attention, Lengths, Shape
 
 needs_compiler = pytest.mark.skipif(compiler.not_installed() is not None, reason=str(compiler.not_installed()))
 LENGTHS = Lengths(np.array([0, 9, 100]), np.array([0, 70, 100]))
-HOPPER, AMPERE = (9, 0), (8, 0)
+HOPPER, AMPERE, RUNTIME = (9, 0), (8, 0), "cu13"
 
 
 def _wanted(
@@ -109,7 +110,7 @@ def test_a_folder_is_built_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert library.is_built(kernel, "sm_90a")
     assert not library.is_built(kernel, "sm_80")
     assert not library.is_built(_wanted("forward_sm90", "bfloat16", 64), "sm_90a")
-    path = library._built(kernel.name("sm_90a"))
+    path = library._built(kernel.name("sm_90a", RUNTIME))
     assert path is not None and path.stat().st_size < 200_000
 
 
@@ -124,7 +125,7 @@ def test_a_library_tells_what_it_expects(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("there is no CUDA runtime")
     path = tmp_path / "kernel.so"
-    path.write_bytes(compiler.compile(*reversed(KERNELS["basic, float16"])).library())
+    path.write_bytes(compiler.compile(*reversed(KERNELS["basic, float16"])).library(RUNTIME))
     x, rows = torch.zeros(1, 4, 100, 64, dtype=torch.float16), torch.zeros(1, 4, 100)
     tables = torch.zeros(1, 4, 2, 14, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
     with pytest.raises(ValueError, match="expected device_type=cuda"):
@@ -133,10 +134,11 @@ def test_a_library_tells_what_it_expects(tmp_path: Path) -> None:
 
 def test_what_a_kernel_depends_on_is_in_its_name() -> None:
     kernels = [kernel for _, kernel in KERNELS.values()]
-    assert len({kernel.name("sm_90a") for kernel in kernels}) == len(kernels)
-    assert kernels[0].name("sm_90a") != kernels[0].name("sm_80")
+    assert len({kernel.name("sm_90a", RUNTIME) for kernel in kernels}) == len(kernels)
+    assert kernels[0].name("sm_90a", RUNTIME) != kernels[0].name("sm_80", RUNTIME)
+    assert kernels[0].name("sm_90a", RUNTIME) != kernels[0].name("sm_90a", "cu12")
     again = _wanted("basic", "float16", 64, tw.causal())
-    assert again.name("sm_80") == kernels[0].name("sm_80")
+    assert again.name("sm_80", RUNTIME) == kernels[0].name("sm_80", RUNTIME)
     other = _wanted("forward_sm90", "bfloat16", 128, tw.causal(), tw.bias(np.ones((1, 4, 9, 9), np.float32)))
     assert other == KERNELS["sm90, bias"][1], "new arrays of the same kind compile nothing"
 
@@ -213,11 +215,9 @@ def test_auto_does_not_take_cute() -> None:
 
 
 def test_without_a_compiler_only_what_was_built_is_supported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tilewise.kernels import cute
-
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(cute, "_capability", lambda shape: HOPPER)
-    monkeypatch.setattr(cute.compiler, "not_installed", lambda: "it needs cutlass")
+    monkeypatch.setattr(gpus, "capability", lambda shape: HOPPER)
+    monkeypatch.setattr(compiler, "not_installed", lambda: "it needs cutlass")
     shape = Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0")
     told = dispatch.kernel("cute").unsupported(Attention(1.0), shape)
     assert told is not None and "no kernel for it was built ahead of time (forward_sm90, bfloat16" in told
@@ -230,12 +230,27 @@ def test_arrays_that_lie_anyhow_are_left_to_the_first_kernel() -> None:
     torch = pytest.importorskip("torch")
     from tilewise.kernels.cute import launch
 
+    def rung(named: Rung | None, v: torch.Tensor) -> str:
+        spec, shape = Attention(1.0), Shape(2, 4, 4, 32, 32, x.shape[-1], v.shape[-1], "bfloat16", "cuda:0")
+        return launch.chosen(named, spec, shape, HOPPER, x, x, v).name
+
     hopper, x = RUNGS["forward_sm90"], torch.zeros(2, 4, 32, 72, dtype=torch.bfloat16)
-    assert launch.chosen(hopper, False, x, x, x[..., 8:]) is hopper
+    assert rung(None, x[..., 8:]) == "forward_sm90"
     for strange in (x[..., 1:65], x.expand(2, 4, 32, 72)[:, :1].expand(2, 4, 32, 72)):
-        assert launch.chosen(hopper, False, x, x, strange).name == "basic"
+        assert rung(None, strange) == "basic"
         with pytest.raises(tw.Unsupported, match=r"v .*; kernel='cute/basic' takes it"):
-            launch.chosen(hopper, True, x, x, strange)
+            rung(hopper, strange)
+    x = torch.zeros(2, 4, 32, 257, dtype=torch.bfloat16)[..., 1:]
+    with pytest.raises(tw.Unsupported, match=r"cute/basic neither: .* up to 128, .*; make them contiguous"):
+        rung(None, x)
+
+
+def test_a_kernel_that_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where arrays need another kernel than the shape told."""
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "not_installed", lambda: "it needs cutlass")
+    with pytest.raises(tw.Unsupported, match="'cute' cannot compute this call: no kernel for it was built ahead"):
+        library.kernel(_wanted("basic", "float16", 64), "sm_89")
 
 
 def test_steps_of_dimensions_of_size_1_mean_nothing() -> None:

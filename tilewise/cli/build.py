@@ -54,6 +54,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--variants", default="full,causal", metavar="LIST", help="(default: %(default)s)")
     parser.add_argument("--d", default="64,128", metavar="LIST", help="head dimensions (default: %(default)s)")
     parser.add_argument("--dtype", default="float16,bfloat16", metavar="LIST", help="(default: %(default)s)")
+    parser.add_argument(
+        "--cuda", choices=["12", "13"], default="13", help="whose runtime is there (default: %(default)s)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -64,20 +67,22 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"nothing can be compiled here: {reason}")
     Path(args.out).mkdir(parents=True, exist_ok=True)
     check_writable("--out", args.out)
-    files, spilling = Files(Path(args.out), most=None), 0
+    files, spilling, runtime = Files(Path(args.out), most=None), 0, f"cu{args.cuda}"
     for i, (kernel, arch, about) in enumerate(asked, start=1):
         progress(f"compiling {i} of {len(asked)}: {about}")
         started = time.perf_counter()
         try:
             made = compiler.compile(kernel, arch)
-            content = made.library()
+            content = made.library(runtime)
         except compiler.CompileError as error:
             raise UserError(str(error)) from error
-        files.add(kernel.name(arch), content)
+        files.add(kernel.name(arch, runtime), content)
         progress()
         spilling += made.resources.stack > 0
         print(f"{about}: {_resources(made.resources)}, {len(content) >> 10} KiB, {time.perf_counter() - started:.1f} s")
     print(f"kernels: {len(asked)}, in {args.out}; {library.FOLDER}={args.out} lets calls find them")
+    if spilling:
+        print(f"{spilling} of them keep numbers in slow memory: registers have no room; smaller heads have")
     return 1 if spilling else 0
 
 

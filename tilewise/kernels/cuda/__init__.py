@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from tilewise import arrays
+from tilewise.kernels import gpus
 from tilewise.kernels.cuda import support
 from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90, UNORDERED_SM90, Hoppers, hoppers_backward
 from tilewise.kernels.cuda.choice import HOPPER, suited
@@ -35,12 +36,13 @@ class CudaKernel:
         self._backward = hoppers_backward(rung)
 
     def unavailable(self) -> str | None:
-        return _not_installed() or _no_gpu()
+        return _not_installed() or gpus.none_here()
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
-        if not shape.device.startswith("cuda"):
-            return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
-        capability = _capability(shape)
+        away = gpus.elsewhere(shape)
+        if away is not None:
+            return away
+        capability = gpus.capability(shape)
         if capability < OLDEST:
             return f"it needs compute capability {OLDEST[0]}.{OLDEST[1]}, and {shape.device} has {capability}"
         if self.rung is not None and self.rung.persistent and capability != HOPPER:
@@ -51,7 +53,7 @@ class CudaKernel:
         return support.unsupported(spec, shape, rung) or (None if self.rung is None else self.rung.unsupported(shape))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        rung = self.rung or suited(shape, _capability(shape))
+        rung = self.rung or suited(shape, gpus.capability(shape))
         return rung.default_tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
@@ -117,13 +119,8 @@ class CudaKernel:
         """Hopper's backward pass, if it is this kernel's, or if none was named and it can; else the tiled one."""
         if self.rung is not None:
             return self._backward
-        able = _capability(shape) == HOPPER and BACKWARD_SM90.unsupported(shape) is None
+        able = gpus.capability(shape) == HOPPER and BACKWARD_SM90.unsupported(shape) is None
         return BACKWARD_SM90 if able else None
-
-
-def _capability(shape: Shape) -> tuple[int, int]:
-    found: tuple[int, int] = sys.modules["torch"].cuda.get_device_capability(shape.device)
-    return found
 
 
 @cache
@@ -139,14 +136,6 @@ def _is_installed(name: str) -> bool:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # the package around it
         return False
-
-
-def _no_gpu() -> str | None:
-    """PyTorch is asked, but never imported for it: who has tensors on a GPU has imported it."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return "nothing is on a GPU: PyTorch is not imported in this process"
-    return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
 
 
 def loaded_on(spec: Attention, device: Any) -> list[Any]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
+from tilewise.kernels import gpus
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table
@@ -433,10 +434,5 @@ def _bytes_of_steps(view: View) -> tuple[int, ...]:
 
 def cannot_be_copied(operands: dict[str, View]) -> str | None:
     """Why TMA cannot load these arrays."""
-    for name, view in operands.items():
-        if view.address % 16:
-            return f"{name} does not begin at a multiple of 16 bytes"
-        for step in _bytes_of_steps(view):
-            if step % 16 or not 0 < step < 2**40:
-                return f"{name} has rows, heads or batches {step} bytes apart; TMA takes positive multiples of 16"
-    return None
+    reasons = (gpus.not_copied(name, view.address, _bytes_of_steps(view)) for name, view in operands.items())
+    return next((reason for reason in reasons if reason is not None), None)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from tilewise.kernels import gpus
 from tilewise.kernels.cuda import wgmma
 from tilewise.spec import Attention, Shape, Tile
 
@@ -105,21 +106,12 @@ class ForwardSm90:
     """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
 
     name, folder, planned, by_key, persistent = "forward_sm90", SOURCES, True, False, True
-    DTYPES = ("float16", "bfloat16")
-    MOST_D = 256
-    SHARED = 227 << 10  # of a block
+    SHARED = gpus.SHARED
     AROUND = 2048  # barriers, items and the room to align tiles
     MOST_STAGES = 4
 
     def unsupported(self, shape: Shape) -> str | None:
-        if shape.dtype not in self.DTYPES:
-            return f"it multiplies {' and '.join(self.DTYPES)}, and the arrays are {shape.dtype}"
-        if max(shape.d, shape.d_v) > self.MOST_D or shape.d % 8 or shape.d_v % 8:
-            taken = f"multiples of 8 up to {self.MOST_D}"
-            return f"it takes head dimensions that are {taken}, and they are {shape.d} and {shape.d_v}"
-        if shape.n_k == 0 or shape.n_q == 0:
-            return "there is nothing to load"
-        return None
+        return gpus.not_for_hopper(shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         largest = max(shape.d, shape.d_v)

@@ -19,8 +19,9 @@ def unsupported(spec: Attention, shape: Shape, rung: str | None = None) -> str |
         reason = BACKWARD_SM90.unsupported(shape)
         if reason is not None:
             return f"of the backward pass, {reason}; 'tiled' has one for all"
-    if shape.backward and reads.unsupported(spec) is not None:
-        return reads.unsupported(spec)
+    unread = reads.unsupported(spec) if shape.backward else None
+    if unread is not None:
+        return unread
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
     if shape.dtype not in DTYPES:

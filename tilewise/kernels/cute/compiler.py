@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -37,7 +37,7 @@ class Compiled:
     def resources(self) -> Resources:
         return resources(self.exported)
 
-    def library(self, runtime: str = "cu13") -> bytes:
+    def library(self, runtime: str) -> bytes:
         """As a library that needs apache-tvm-ffi and CUDA's runtime, and nothing of the compiler.
 
         runtime: of which CUDA; the packages of the DSL have an archive for each.
@@ -48,21 +48,23 @@ class Compiled:
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder, "kernel.so")
             Path(folder, "kernel.o").write_bytes(self.exported)
-            command = [
-                linker,
-                "-shared",
-                "-fPIC",
-                "-O2",
-                "-o",
-                made.name,
-                "kernel.o",
-                str(_SHIM),
-                str(_archive(runtime)),
-            ]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            options, parts = (
+                ["-shared", "-fPIC", "-O2", "-o", made.name],
+                ["kernel.o", str(_SHIM), str(_archive(runtime))],
+            )
+            done = subprocess.run([linker, *options, *parts], cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise CompileError(f"{linker} cannot link the kernel:\n{done.stderr.strip()}")
             return made.read_bytes()
+
+
+@cache
+def version() -> str:
+    """Of CuTe's DSL, or "none" where there is none."""
+    try:
+        return metadata.version("nvidia-cutlass-dsl")
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 @cache

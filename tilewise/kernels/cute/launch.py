@@ -9,13 +9,12 @@ import torch
 
 from tilewise import arrays
 from tilewise.dispatch import Unsupported
-from tilewise.kernels.cute import library
+from tilewise.kernels import gpus
+from tilewise.kernels.cute import library, support
 from tilewise.kernels.cute.rungs import BASIC, Rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.uploads import loaded_on, plan_on, tensor
 from tilewise.spec import Attention, Partial, Shape
-
-_ALIGNED = 16  # bytes that are loaded at once
 
 
 def forward(rung: Rung, spec: Attention, q: Any, k: Any, v: Any, arch: str) -> Partial:
@@ -43,35 +42,32 @@ def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more
     return lse
 
 
-def chosen(suited: Rung, named: bool, q: Any, k: Any, v: Any) -> Rung:
-    """The rung for arrays that lie as these: the one that was named, or that suits the shape, if it can load them."""
+def chosen(
+    named: Rung | None, spec: Attention, shape: Shape, capability: tuple[int, int], q: Any, k: Any, v: Any
+) -> Rung:
+    """The rung for arrays that lie as these: the one that was named, or that suits the shape, if it can load them; if
+    not, the first one, which takes them however they lie."""
+    suited = named or support.suited(shape, capability)
     reason = cannot_be_copied({"q": q, "k": k, "v": v}) if suited.maps else None
     if reason is None:
         return suited
-    if named:
-        raise Unsupported(
-            f"the kernel {suited.name!r} cannot compute this call: {reason}; kernel='cute/basic' takes it"
-        )
-    return BASIC
+    other = support.unsupported(spec, shape, BASIC, capability)
+    if named is None and other is None:
+        return BASIC
+    instead = "kernel='cute/basic' takes it" if other is None else f"cute/basic neither: {other}; make them contiguous"
+    raise Unsupported(f"the kernel {suited.name!r} cannot compute this call: {reason}; {instead}")
 
 
 def cannot_be_copied(given: dict[str, Any]) -> str | None:
     """Why the copy engine does not take these arrays, or None."""
-    for name, x in given.items():
-        if x.data_ptr() % _ALIGNED:
-            return f"{name} does not begin at a multiple of {_ALIGNED} bytes"
-        for step in _steps(x):
-            if step % _ALIGNED or not 0 < step < 2**40:
-                return (
-                    f"{name} has rows, heads or batches {step} bytes apart; TMA takes positive multiples of {_ALIGNED}"
-                )
-    return None
+    reasons = (gpus.not_copied(name, x.data_ptr(), _steps(x)) for name, x in given.items())
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def is_aligned(x: Any) -> bool:
     """Whether its rows begin at multiples of 16 bytes, and are as many bytes long."""
     numbers = (x.data_ptr(), x.shape[-1] * x.element_size(), *_steps(x))
-    return all(n % _ALIGNED == 0 for n in numbers)
+    return all(n % gpus.COPIED == 0 for n in numbers)
 
 
 def _steps(x: Any) -> list[int]:

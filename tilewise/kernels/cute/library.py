@@ -13,6 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from tilewise.dispatch import Unsupported
 from tilewise.kernels import disk
 from tilewise.kernels.cute import compiler
 from tilewise.kernels.cute.wanted import Wanted
@@ -31,7 +32,15 @@ def kernel(wanted: Wanted, arch: str) -> Callable[..., None]:
 
 def is_built(wanted: Wanted, arch: str) -> bool:
     """Whether it need not be compiled."""
-    return _built(wanted.name(arch)) is not None
+    return _built(wanted.name(arch, runtime())) is not None
+
+
+def not_built(wanted: Wanted, arch: str) -> str | None:
+    """Why there is no kernel for a call that could be computed: none was built, and there is no compiler."""
+    reason = compiler.not_installed()
+    if reason is None or is_built(wanted, arch):
+        return None
+    return f"no kernel for it was built ahead of time ({wanted}), and to compile one {reason}"
 
 
 def built_ahead() -> disk.Files | None:
@@ -40,22 +49,31 @@ def built_ahead() -> disk.Files | None:
     return disk.Files(Path(named)) if named else None
 
 
+def _compiled() -> disk.Files:
+    """What was compiled here, by the compiler that is here: another version may compile otherwise."""
+    return disk.user_cache(f"cute/{compiler.version()}")
+
+
 def _built(name: str) -> Path | None:
-    folders = [folder for folder in (built_ahead(), disk.user_cache("cute")) if folder is not None]
+    folders = [folder for folder in (built_ahead(), _compiled()) if folder is not None]
     return next((path for folder in folders if (path := folder.path(name)) is not None), None)
 
 
 def _find(wanted: Wanted, arch: str) -> Callable[..., None]:
-    path = _built(wanted.name(arch))
+    name = wanted.name(arch, runtime())
+    path = _built(name)
     if path is not None:
         return load(path)
-    files = disk.user_cache("cute")
+    reason = not_built(wanted, arch)
+    if reason is not None:
+        raise Unsupported(f"the kernel 'cute' cannot compute this call: {reason}")
+    files = _compiled()
     _logger.info("compiling the CuTe kernel %s for %s; later calls find it in %s", wanted, arch, files.folder)
     started = time.perf_counter()
     made = compiler.compile(wanted, arch)
     _logger.info("compiled it in %.1f s", time.perf_counter() - started)
     try:
-        return load(files.add(wanted.name(arch), made.library(runtime())))
+        return load(files.add(name, made.library(runtime())))
     except (OSError, compiler.CompileError) as error:  # a full disk, no linker: the kernel runs all the same
         _logger.warning("the compiled kernel is not kept: %s", error)
         call: Callable[..., None] = made.call

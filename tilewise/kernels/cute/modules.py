@@ -1,23 +1,18 @@
-"""Variants as modules of functions that CuTe's compiler follows: kept for people and Python to read, imported once."""
+"""Variants as modules of functions that CuTe's compiler follows."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
 from tilewise.expr import Expr, Loaded
-from tilewise.kernels import disk
+from tilewise.kernels import written
 from tilewise.kernels.cute.ops import function
-from tilewise.sharing import Lock
 from tilewise.spec import Attention
 from tilewise.walking import loads, remembered
 
 _OPERATIONS = Path(__file__).with_name("source") / "operations.py"
-_lock = Lock()
 
 
 def text(spec: Attention) -> str:
@@ -43,13 +38,4 @@ def module(functions: str) -> ModuleType | None:
     """What `text` gave, with the operations that it calls, as a module."""
     if not functions:
         return None
-    whole = f"{operations()}\n\n{functions}"
-    digest = hashlib.sha256(whole.encode()).hexdigest()[:32]
-    path, name = disk.user_cache("cute").text(f"{digest}.py", whole), f"{__package__}.variant_{digest}"
-    with _lock:
-        if name not in sys.modules:
-            made = importlib.util.spec_from_file_location(name, path)
-            assert made is not None and made.loader is not None
-            sys.modules[name] = importlib.util.module_from_spec(made)
-            made.loader.exec_module(sys.modules[name])
-        return sys.modules[name]
+    return written.module("cute", f"{operations()}\n\n{functions}")

@@ -13,6 +13,7 @@ import torch
 
 from tilewise import arrays, validate
 from tilewise.dispatch import Unsupported
+from tilewise.kernels import gpus
 from tilewise.kernels.cute import architecture, library, support
 from tilewise.kernels.cute.launch import is_aligned, run
 from tilewise.kernels.cute.rungs import BASIC
@@ -26,13 +27,14 @@ def projected_attention(q: Any, k: Any, v: Any, w_o: Any, **options: Any) -> Par
     call = validate.prepare(q, k, v, **options)
     shape = call.shape
     _check(w_o, call.q, shape)
-    reason = library.not_installed() or unsupported(call.spec, shape)
+    reason = library.not_installed() or _has_gradients(q, k, v, w_o) or unsupported(call.spec, shape)
     if reason is not None:
         raise Unsupported(f"cute cannot project this call's output: {reason}; multiply tw.attention's output by w_o")
     y = torch.empty((shape.batch, 1, shape.n_q, w_o.shape[1]), dtype=w_o.dtype, device=w_o.device)
     rows = [x.detach() for x in (call.q, call.k, call.v, y)]
     kernel = kernel_for(call.spec, shape, aligned=all(map(is_aligned, (*rows, w_o))))
-    lse = run(kernel, call.spec, shape, rows, (w_o.detach(),), architecture(_capability(shape)))
+    with torch.cuda.device_of(call.q):
+        lse = run(kernel, call.spec, shape, rows, (w_o.detach(),), architecture(gpus.capability(shape)))
     return Partial(y[:, 0], lse)
 
 
@@ -43,9 +45,10 @@ def kernel_for(spec: Attention, shape: Shape, aligned: bool = True) -> Wanted:
 
 def unsupported(spec: Attention, shape: Shape, capability: tuple[int, int] | None = None) -> str | None:
     """Why the kernel cannot compute this call, or None. capability: of another GPU than the arrays'."""
-    if not shape.device.startswith("cuda"):
-        return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
-    capability = capability or _capability(shape)
+    away = gpus.elsewhere(shape)
+    if away is not None:
+        return away
+    capability = capability or gpus.capability(shape)
     reason = support.unsupported(spec, shape, BASIC, capability)
     if reason is not None:
         return reason
@@ -64,6 +67,7 @@ def _check(w_o: Any, q: Any, shape: Shape) -> None:
         raise ValueError(f"w_o: expected ({wanted}, model), rows of numbers side by side, got {got}")
 
 
-def _capability(shape: Shape) -> tuple[int, int]:
-    found: tuple[int, int] = torch.cuda.get_device_capability(shape.device)
-    return found
+def _has_gradients(*given: Any) -> str | None:
+    if torch.is_grad_enabled() and any(arrays.is_torch(x) and x.requires_grad for x in given):
+        return "it has no gradients, and some of q, k, v and w_o want one; call it under torch.no_grad()"
+    return None

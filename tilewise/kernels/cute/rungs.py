@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tilewise.expr import Expr
+from tilewise.kernels import gpus
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, variables
@@ -64,18 +65,10 @@ class ForwardSm90:
     """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
 
     name, source, scaling, oldest, newest, maps = "forward_sm90", "forward_sm90", "scores", (9, 0), (9, 0), True
-    DTYPES = ("float16", "bfloat16")
-    MOST_D = 256
+    MOST_D = gpus.MOST_D
 
     def unsupported(self, shape: Shape) -> str | None:
-        if shape.dtype not in self.DTYPES:
-            return f"it multiplies {' and '.join(self.DTYPES)}, and the arrays are {shape.dtype}"
-        if max(shape.d, shape.d_v) > self.MOST_D or shape.d % 8 or shape.d_v % 8:
-            taken = f"multiples of 8 up to {self.MOST_D}"
-            return f"it takes head dimensions that are {taken}, and they are {shape.d} and {shape.d_v}"
-        if shape.n_k == 0 or shape.n_q == 0:
-            return "there is nothing to load"
-        return None
+        return gpus.not_for_hopper(shape)
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
         """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
@@ -89,7 +82,7 @@ class ForwardSm90:
 
     def shared_bytes(self, shape: Shape) -> int:
         """Two stages, which all of its heads have room for."""
-        return 227 << 10
+        return gpus.SHARED
 
 
 def _takes_registers(node: Expr) -> bool:

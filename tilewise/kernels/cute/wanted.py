@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,9 +34,9 @@ class Wanted:
     functions: str  # the variant's, as Python
     heads: int = 0  # whose results are multiplied by w_o before they are stored; 0: results are stored as they are
 
-    def name(self, arch: str) -> str:
-        """Of its file."""
-        parts = (_sources(), modules.operations(), arch, repr(self))
+    def name(self, arch: str, runtime: str) -> str:
+        """Of its file, which is a library of this kind of host. runtime: of which CUDA it needs the library."""
+        parts = (_sources(), modules.operations(), arch, runtime, platform.machine(), repr(self))
         return f"{self.rung}-{hashlib.sha256(''.join(parts).encode()).hexdigest()[:32]}.so"
 
     def __str__(self) -> str:
@@ -57,4 +58,6 @@ def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -
 
 @cache
 def _sources() -> str:
-    return "".join(path.read_text() for path in sorted(_SOURCES.glob("*.py")))
+    """The kernels', and how they are called."""
+    linked = [Path(__file__).with_name(name) for name in ("compiler.py", "shim.c")]
+    return "".join(path.read_text() for path in [*sorted(_SOURCES.glob("*.py")), *linked])

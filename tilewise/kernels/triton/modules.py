@@ -1,9 +1,7 @@
-"""Variants as modules of Triton functions: written for people and Python to read, kept, and imported once."""
+"""Variants as modules of Triton functions."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import os
 import sys
 from functools import cache
@@ -11,14 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from tilewise.expr import Expr, Loaded
-from tilewise.kernels import disk
+from tilewise.kernels import written
 from tilewise.kernels.triton.ops import function
-from tilewise.sharing import Lock
 from tilewise.spec import Attention
 from tilewise.walking import loads, remembered
 
 _OPERATIONS = Path(__file__).with_name("source") / "operations.py"
-_lock = Lock()
 
 
 def is_interpreted() -> bool:
@@ -52,13 +48,4 @@ def _operations() -> str:
 
 @cache
 def _module(texts: tuple[str, ...]) -> ModuleType:
-    text = "\n\n".join([_operations(), *texts])
-    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path, name = disk.user_cache("triton").text(f"{digest}.py", text), f"{__package__}.variant_{digest}"
-    with _lock:
-        if name not in sys.modules:
-            made = importlib.util.spec_from_file_location(name, path)
-            assert made is not None and made.loader is not None
-            sys.modules[name] = importlib.util.module_from_spec(made)
-            made.loader.exec_module(sys.modules[name])
-        return sys.modules[name]
+    return written.module("triton", "\n\n".join([_operations(), *texts]))

@@ -1,0 +1,56 @@
+"""What systems for NVIDIA's GPUs ask of PyTorch, which is never imported here, and what Hopper's engines take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tilewise.spec import Shape
+
+HALF = ("float16", "bfloat16")  # what wgmma multiplies
+COPIED = 16  # bytes: addresses and steps that the copy engine (TMA) takes are multiples of it
+SHARED = 227 << 10  # bytes of a block on Hopper
+MOST_D = 256  # columns that registers of a warpgroup have room for
+
+
+def none_here() -> str | None:
+    """Who has tensors on a GPU has imported PyTorch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "nothing is on a GPU: PyTorch is not imported in this process"
+    return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
+
+
+def capability(shape: Shape) -> tuple[int, int]:
+    """Of the GPU that has the arrays."""
+    found: tuple[int, int] = sys.modules["torch"].cuda.get_device_capability(shape.device)
+    return found
+
+
+def elsewhere(shape: Shape) -> str | None:
+    """Why the arrays are not where the kernels are."""
+    if shape.device.startswith("cuda"):
+        return None
+    return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
+
+
+def not_for_hopper(shape: Shape) -> str | None:
+    """Why kernels of wgmma and TMA cannot compute calls of this shape."""
+    if shape.dtype not in HALF:
+        return f"it multiplies {' and '.join(HALF)}, and the arrays are {shape.dtype}"
+    if max(shape.d, shape.d_v) > MOST_D or shape.d % 8 or shape.d_v % 8:
+        taken = f"multiples of 8 up to {MOST_D}"
+        return f"it takes head dimensions that are {taken}, and they are {shape.d} and {shape.d_v}"
+    if shape.n_k == 0 or shape.n_q == 0:
+        return "there is nothing to load"
+    return None
+
+
+def not_copied(name: str, address: int, steps: Sequence[int]) -> str | None:
+    """Why the copy engine does not take an array. steps: in bytes, from row to row, head to head, batch to batch."""
+    if address % COPIED:
+        return f"{name} does not begin at a multiple of {COPIED} bytes"
+    for step in steps:
+        if step % COPIED or not 0 < step < 2**40:
+            return f"{name} has rows, heads or batches {step} bytes apart; TMA takes positive multiples of {COPIED}"
+    return None
