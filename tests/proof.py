@@ -1,10 +1,11 @@
-"""The record of a GPU proof: what the logs say, in numbers, with the commit and the machine that they are of.
+"""The record of a GPU proof: what the logs say, in numbers, with the package and the machine that they are of.
 
 `tests/prove_gpu.py` writes it as proof.json, proof by proof: a run may be short of time, and another one adds to it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import platform
 import re
@@ -19,8 +20,9 @@ from typing import Any
 
 from tilewise.bench import machine
 
-SCHEMA = 1
+SCHEMA = 2
 ROOT = Path(__file__).resolve().parent.parent
+_SOURCES = (".py", ".cu", ".h", ".cpp", ".c")
 _PACKAGES = ("torch", "triton", "cuda-core", "cuda-bindings", "numpy", "pytest")
 
 
@@ -84,15 +86,28 @@ class Outcome:
         return {"command": told, "outcome": self.how, "seconds": round(self.seconds), **found}
 
 
-def about(commit: str | None = None) -> dict[str, Any]:
-    """What a proof is of. commit: its name, where there is no repository to ask, nor to tell whether it was changed."""
-    told, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+def about() -> dict[str, Any]:
+    """What a proof is of: a package, by all that it consists of, on a machine."""
     return {
         "schema": SCHEMA,
-        "commit": told or commit,
-        "dirty": None if told is None else bool(changed),
+        "sources": digest(ROOT / "tilewise"),
         "machine": {**_gpu(), "cpu": machine.cpu_model(), "cores": machine.cores(), **_versions()},
     }
+
+
+def digest(package: Path) -> str:
+    """Of its sources: their paths and what is in them. What is compiled of them is not among them."""
+    found = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in _SOURCES):
+        content = path.read_bytes()
+        found.update(f"{path.relative_to(package).as_posix()} {len(content)}\n".encode() + content)
+    return found.hexdigest()
+
+
+def commit(named: str | None = None) -> dict[str, Any]:
+    """Which commit it is. named: by whom there is no repository to ask for, nor to tell whether it was changed."""
+    told = named or _git("rev-parse", "HEAD")
+    return {"commit": told, "dirty": bool(_git("status", "--porcelain")) if told and not named else None}
 
 
 def _git(*command: str) -> str | None:
@@ -121,10 +136,10 @@ def _versions() -> dict[str, str]:
 
 
 class Record:
-    """proof.json in a folder; what is there of the same commit and the same machine stays."""
+    """proof.json in a folder; what is there of the same sources and the same machine stays."""
 
-    def __init__(self, folder: Path, about: dict[str, Any], every: Iterable[str]) -> None:
-        self.path, self._about, self._every = folder / "proof.json", about, tuple(every)
+    def __init__(self, folder: Path, about: dict[str, Any], commit: dict[str, Any], every: Iterable[str]) -> None:
+        self.path, self._about, self._commit, self._every = folder / "proof.json", about, commit, tuple(every)
         before = self._before()
         is_same = all(before.get(name) == x for name, x in about.items())
         self.other = None if is_same or not before else f"{self.path} is of {_name(before)}, and begins anew"
@@ -139,7 +154,7 @@ class Record:
 
     def add(self, outcome: Outcome) -> None:
         """In the place of what the same proof said before."""
-        self._proofs[outcome.name] = outcome.described()
+        self._proofs[outcome.name] = {**self._commit, **outcome.described()}
         missing = [name for name in self._every if name not in self._proofs]
         held = not missing and all(x["outcome"] == "held" for x in self._proofs.values())
         ordered = {name: self._proofs[name] for name in self._every if name in self._proofs}
@@ -148,4 +163,4 @@ class Record:
 
 
 def _name(before: dict[str, Any]) -> str:
-    return f"commit {before.get('commit')}{' with changes' if before.get('dirty') else ''}, or another machine"
+    return f"sources {str(before.get('sources'))[:12]}, or another machine"

@@ -2,7 +2,7 @@
 
 The tests that need a GPU, four tools of compute-sanitizer on a representative set of them, and random calls. Each is a
 process of its own with a log in the folder; a line tells how it ended, and proof.json there has it in numbers. `--only
-tests fuzz-cuda` runs some of them, and adds to the proof.json of the same commit. Speed is not measured: they share the
+tests fuzz-cuda` runs some of them, and adds to the proof.json of the same sources. Speed is not measured: they share the
 GPU.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 if __name__ == "__main__":  # the project's folder, not the script's own, where `cuda` is something else
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from tests.proof import Outcome, Record, about
+from tests.proof import Outcome, Record, about, commit
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -48,7 +48,7 @@ class Proof:
 
 def tests(jobs: int) -> Proof:
     spread = ("-n", str(jobs)) if find_spec("xdist") is not None else ()
-    return Proof("tests", (*_PYTEST, *spread, "--tb=short", "--show-capture=no", "tests"))
+    return Proof("tests", (*_PYTEST, *spread, "--tb=short", "--show-capture=no", "--durations=20", "tests"))
 
 
 def sanitizers() -> list[Proof]:
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("compute-sanitizer is not installed (it comes with the CUDA toolkit): its tools are left out")
         options.only = [name for name in options.only if name not in TOOLS]
     options.folder.mkdir(parents=True, exist_ok=True)
-    record = Record(options.folder, about(options.commit), NAMES)
+    record = Record(options.folder, about(), commit(options.commit), NAMES)
     if record.other is not None:
         print(record.other)
     held = True

@@ -130,25 +130,30 @@ def _outcome(name: str, how: str = "held", log: str = "") -> Outcome:
     return Outcome(name, (sys.executable, "tests/fuzz.py", "--seed", "5"), how, 1.6, log)
 
 
-def test_the_record_grows_with_runs_of_the_same_commit(tmp_path: Path) -> None:
-    about = {"schema": 1, "commit": "abc", "dirty": False, "machine": {"gpu": "H200"}}
-    Record(tmp_path, about, ("one", "two")).add(_outcome("two", log=FUZZ))
+ABC = {"commit": "abc", "dirty": False}
+
+
+def test_the_record_grows_with_runs_of_the_same_sources(tmp_path: Path) -> None:
+    about = {"schema": 1, "sources": "123", "machine": {"gpu": "H200"}}
+    Record(tmp_path, about, ABC, ("one", "two")).add(_outcome("two", log=FUZZ))
     made = json.loads((tmp_path / "proof.json").read_text())
-    assert (made["held"], made["missing"], made["commit"]) == (False, ["one"], "abc")
+    assert (made["held"], made["missing"], made["sources"]) == (False, ["one"], "123")
     two = made["proofs"]["two"]
+    assert (two["commit"], two["dirty"]) == ("abc", False)
     assert two["command"] == "python tests/fuzz.py --seed 5" and (two["outcome"], two["seconds"]) == ("held", 2)
     assert (two["fuzz"]["first_seed"], two["fuzz"]["cases"]) == (5, 2000)
 
-    again = Record(tmp_path, about, ("one", "two"))
+    again = Record(tmp_path, about, {**ABC, "commit": "def"}, ("one", "two"))
     assert again.other is None
     again.add(_outcome("one"))
     made = json.loads((tmp_path / "proof.json").read_text())
-    assert made["held"] and made["missing"] == [] and list(made["proofs"]) == ["one", "two"]
+    assert made["held"] and made["missing"] == []
+    assert [(name, x["commit"]) for name, x in made["proofs"].items()] == [("one", "def"), ("two", "abc")]
     again.add(_outcome("one", "failed (1)"))
     assert json.loads((tmp_path / "proof.json").read_text())["held"] is False
 
-    other = Record(tmp_path, {**about, "commit": "def"}, ("one", "two"))
-    assert other.other is not None and "commit abc" in other.other
+    other = Record(tmp_path, {**about, "sources": "456"}, ABC, ("one", "two"))
+    assert other.other is not None and "sources 123" in other.other
     other.add(_outcome("one"))
     assert json.loads((tmp_path / "proof.json").read_text())["missing"] == ["two"]
 
@@ -156,20 +161,28 @@ def test_the_record_grows_with_runs_of_the_same_commit(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_read_begins_anew(tmp_path: Path) -> None:
     for text in ("", "[]", '{"proofs": 3}'):
         (tmp_path / "proof.json").write_text(text)
-        Record(tmp_path, {"commit": "abc"}, ("one",)).add(_outcome("one"))
+        Record(tmp_path, {"sources": "123"}, ABC, ("one",)).add(_outcome("one"))
         assert list(json.loads((tmp_path / "proof.json").read_text())["proofs"]) == ["one"]
 
 
 def test_what_a_proof_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"rev-parse": "abc", "status": " M tests/x.py"}
     monkeypatch.setattr(proof, "_git", lambda command, *rest: answers.get(command))
-    found = proof.about()
-    assert (found["commit"], found["dirty"]) == ("abc", True)
-    assert {"gpu", "driver", "cpu", "python", "pytest"} <= set(found["machine"])
+    assert {"gpu", "driver", "cpu", "python", "pytest"} <= set(proof.about()["machine"])
+    assert proof.commit() == {"commit": "abc", "dirty": True}
     answers["status"] = ""
-    assert proof.about("def")["commit"] == "abc" and proof.about()["dirty"] is False
+    assert proof.commit() == {"commit": "abc", "dirty": False}
+    assert proof.commit("def") == {"commit": "def", "dirty": None}
     answers.clear()
-    assert (proof.about("def")["commit"], proof.about("def")["dirty"]) == ("def", None)
+    assert proof.commit() == {"commit": None, "dirty": None}
+
+
+def test_sources_are_told_apart_by_names_and_content(tmp_path: Path) -> None:
+    found = [proof.digest(tmp_path)]
+    for name, text in (("a.py", "x"), ("b.cu", "x"), ("a.py", "y"), ("kernel.cubin", "y"), ("a.py", "x")):
+        (tmp_path / name).write_text(text)
+        found.append(proof.digest(tmp_path))
+    assert found[5] == found[2] and found[4] == found[3] and len(set(found)) == 4
 
 
 def test_some_proofs_by_name(

@@ -223,6 +223,7 @@ def _heavy(dtype: str) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def _check_heavy_keys(name: str, dtype: str, device: str = "cpu") -> None:
+    assert _kernel(name, Case("full", "grouped", dtype), False, device) is not None
     q, k, v, alone, key = _heavy(dtype)
     call = on_device(validate.prepare(q, k, v), device)
     out = arrays.as_numpy(on_host(dispatch.kernel(name).forward(call.spec, call.q, call.k, call.v).out))
@@ -236,7 +237,6 @@ def _check_heavy_keys(name: str, dtype: str, device: str = "cpu") -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_row_with_its_weight_on_one_key_has_its_value(name: str, dtype: str) -> None:
     """To the last bit: delta is made from it, and d_s is a difference to delta."""
-    assert _kernel(name, Case("full", "grouped", dtype), backward=False) is not None
     _check_heavy_keys(name, dtype)
 
 
