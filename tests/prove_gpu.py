@@ -2,8 +2,8 @@
 
 The tests that need a GPU, four tools of compute-sanitizer on a representative set of them, and random calls. Each is a
 process of its own with a log in the folder; a line tells how it ended, and proof.json there has it in numbers. `--only
-tests fuzz-cuda` runs some of them, and adds to the proof.json of the same sources. Speed is not measured: they share the
-GPU.
+tests fuzz-cuda` runs some of them, and adds to the proof.json of the same sources. Speed is not measured: they share
+the GPU.
 """
 
 from __future__ import annotations
