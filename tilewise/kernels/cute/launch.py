@@ -34,11 +34,11 @@ def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more
     if 0 in (plan.records.shape[2], shape.heads, shape.batch):
         return lse
     records = plan.records.expand(shape.batch, shape.heads, -1, -1)
-    sinks = lse if spec.sinks is None else tensor(spec.sinks, device).float()
-    loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (lse.reshape(-1),)
+    sinks = (lse if spec.sinks is None else tensor(spec.sinks, device).float().contiguous()).view(-1)
+    loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (sinks,)  # never empty: compiled as of that size
     given = (_steps_in_order(x, kernel.vector) for x in rows)
     launch = library.kernel(kernel, arch)
-    launch(*given, lse, records, plan.runs, sinks.contiguous().view(-1), loaded, spec.scale, *more)
+    launch(*given, lse, records, plan.runs, sinks, loaded, spec.scale, *more)
     return lse
 
 

@@ -5,7 +5,7 @@ Spliced into every variant's source, so that one module is all that its kernels 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, Uint64
 
 
 def where(condition, a, b):
@@ -39,13 +39,17 @@ def absolute(a):
 
 
 def floor_quotient(a, b):
-    """Whole numbers: floored, and 0 if divided by 0."""
-    divisor = where(b == 0, type(b)(1), b)
-    return where(b == 0, type(a)(0), a // divisor)
+    """Whole numbers: floored, and 0 if divided by 0. Numbers without a sign are left to the DSL: it takes for granted
+    that differences of coordinates are not negative, and its own // does not floor them."""
+    unsigned = Uint64 if isinstance(a, Int64) else Uint32
+    divisor = absolute(where(b == 0, type(b)(1), b))
+    dividend = where(b < 0, -a, a)
+    size = type(a)(unsigned(where(dividend < 0, -1 - dividend, dividend)) // unsigned(divisor))
+    return where(b == 0, type(a)(0), where(dividend < 0, -1 - size, size))
 
 
 def floor_remainder(a, b):
-    """The DSL's own // floors, but its % has the sign of a."""
+    """The DSL's own % has the sign of a."""
     return where(b == 0, type(a)(0), a - b * floor_quotient(a, b))
 
 
