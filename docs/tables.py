@@ -231,6 +231,7 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "gpu-variants-picture": picture("gpu", "variants", "Variants: TFLOP/s beside the peers"),
     "gpu-gqa-picture": picture("gpu", "gqa", "Grouped heads: TFLOP/s beside the peers"),
     "gpu-backward-picture": picture("gpu", "backward", "Triton, backward: TFLOP/s beside the peers"),
+    "gpu-gradients-picture": picture("gpu", "gradients", "CUDA C++, backward: TFLOP/s beside the peers"),
     "gpu-triton-picture": picture("gpu", "triton", "Triton, forward: TFLOP/s beside FlexAttention"),
     "gpu-training-picture": picture("gpu", "training", "Loss of both"),
     "numpy": numpy_table,

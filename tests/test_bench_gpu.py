@@ -53,8 +53,8 @@ def test_the_sections_are_what_the_command_offers() -> None:
     assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
         "forward": 36, "stress": 32, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
-        "units": 7, "triton": 18, "backward": 22, "gradients": 36, "step": 8, "decode": 3, "launch": 1,
-        "first": 19,
+        "units": 7, "triton": 18, "backward": 22, "gradients": 36, "learned": 4, "step": 8, "decode": 3,
+        "launch": 1, "first": 19,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -180,6 +180,7 @@ def test_a_bias_gradient_has_peers_of_its_own() -> None:
     biased = next(case for case in section.cases if case.variant == "bias")
     assert section.who("cuda", biased) == ["tilewise triton", FLEX, EFFICIENT]
     assert section.who("cuda", replace(biased, variant="full")) == ["tilewise triton", FLEX, CUDNN]
+    assert suite.SECTIONS["learned"].who("cuda", biased) == ["tilewise cuda/forward_sm90", FLEX, EFFICIENT]
 
 
 def test_a_rung_that_is_not_there_is_missing() -> None:

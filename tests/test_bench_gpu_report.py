@@ -48,6 +48,7 @@ ORDERED = "tilewise cuda/forward_sm90"
         ("gradients", f"gradients, {ORDERED}: geometric mean to the best peer", 1.0),
         ("gradients", "gradients, tilewise cuda/unordered: slowest case to the best peer", 0.93),
         ("gradients", f"gradients, {ORDERED}: geometric mean to deterministic FlashAttention-4", 1.0),
+        ("learned", "cuda, gradient of a bias: slowest case to FlexAttention", 3.0),
         ("step", "a training step of a module: slowest case to cuDNN's", 1.0),
     ],
 )
@@ -163,7 +164,7 @@ def test_stored_sections_are_shown_and_drawn(folder: Path, capsys: pytest.Captur
     assert re.search(r"causal, d 128, n 512 +500 +333 +333 +- +1.50x", out)  # no FlexAttention at this n
     assert "causal, d 128, n 1024, 16 heads on 2" in out and "full, d 64, n 4096, packed ragged" in out
     assert "Rounds differ by up to 3%." in out
-    drawn = {"backward", "forward", "gqa", "stress", "triton", "variants"}
+    drawn = {"backward", "forward", "gradients", "gqa", "stress", "triton", "variants"}
     assert {path.stem for path in folder.glob("*.png")} == drawn
 
 

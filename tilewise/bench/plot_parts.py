@@ -21,7 +21,7 @@ _OURS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#a16207", "#15803d")
 _PEERS = {
     "torch sdpa": "#1d4ed8", "torch naive": "#60a5fa", "numpy naive": "#64748b",
     "cuDNN": "#1d4ed8", "FlashAttention-4": "#15803d", "FlexAttention": "#64748b",
-    "torch sdpa efficient": "#60a5fa",
+    "torch sdpa efficient": "#60a5fa", "FlashAttention-4 deterministic": "#86efac",
 }  # fmt: skip
 _PAGE = 4096  # bytes: nothing measurable is drawn here, as a logarithmic axis has no 0
 

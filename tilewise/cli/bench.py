@@ -41,6 +41,7 @@ GPU_SECTIONS = (
     "triton",
     "backward",
     "gradients",
+    "learned",
     "step",
     "decode",
     "launch",

@@ -110,6 +110,7 @@ _MAKERS = {
     "gqa": _against_n,
     "triton": _against_n,
     "backward": _bars,
+    "gradients": _against_n,
     "stress": _bars,
     "variants": _bars,
 }

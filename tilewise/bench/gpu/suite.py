@@ -93,9 +93,10 @@ _VARLEN = tuple(
     for variant in _MASKS
     for n in (1024, 4096)
 )
-_BACKWARD = tuple(
-    replace(case, backward=True)
-    for case in (*_grid(_MASKS, (64, 128, 256), TRITON_LENGTHS), *_grid(("bias",), (64, 128), (1024, 4096)))
+_LEARNED = tuple(replace(case, backward=True) for case in _grid(("bias",), (64, 128), (1024, 4096)))
+_BACKWARD = (
+    *(replace(case, backward=True) for case in _grid(_MASKS, (64, 128, 256), TRITON_LENGTHS)),
+    *_LEARNED,
 )
 _GRADIENTS = tuple(replace(case, backward=True) for case in _grid(_MASKS, (64, 128, 256), LENGTHS))
 _STEPS = tuple(replace(case, step=True) for case in _grid(_MASKS, (64, 128), (2048, 8192)))
@@ -186,6 +187,14 @@ SECTIONS = {
             _GRADIENTS,
             tuple(case for case in _GRADIENTS if case.n == 4096 and case.d == 128),
             (CUDNN, FLASH, FLASH_ORDERED),
+            kernel="cuda/forward_sm90",
+        ),
+        Section(
+            "learned",
+            "gradients in CUDA C++ where a bias has one too, bfloat16",
+            _LEARNED,
+            tuple(case for case in _LEARNED if case.n == 4096),
+            (FLEX, EFFICIENT),
             kernel="cuda/forward_sm90",
         ),
         Section(

@@ -92,9 +92,16 @@ def _triton(records: list[Record]) -> Iterator[Check]:
 def _backward(records: list[Record]) -> Iterator[Check]:
     yield from _beside_flex("triton, backward", [r for r in records if r["variant"] != "bias"])
     yield from _triton_speed("triton, backward", records, TRITON_SPEED["backward"])
-    biased = [r for r in records if r["variant"] == "bias"]
+    yield from _of_a_bias("triton", [r for r in records if r["variant"] == "bias"])
+
+
+def _learned(records: list[Record]) -> Iterator[Check]:
+    yield from _of_a_bias("cuda", records)
+
+
+def _of_a_bias(system: str, records: list[Record]) -> Iterator[Check]:
     for peer in (FLEX, EFFICIENT):
-        yield _to_peer(f"triton, gradient of a bias: slowest case to {peer}", biased, peer, BIAS_GRADIENT)
+        yield _to_peer(f"{system}, gradient of a bias: slowest case to {peer}", records, peer, BIAS_GRADIENT)
 
 
 def _gradients(records: list[Record]) -> Iterator[Check]:
@@ -203,6 +210,6 @@ def _to_peer(
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
     "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
-    "backward": _backward, "gradients": _gradients, "step": _step, "decode": _decode, "launch": _launch,
-    "first": _first,
+    "backward": _backward, "gradients": _gradients, "learned": _learned, "step": _step, "decode": _decode,
+    "launch": _launch, "first": _first,
 }  # fmt: skip
