@@ -32,6 +32,7 @@ class Kernel(Protocol):
 
 SYSTEMS = {
     "numpy": "tilewise.linear.kernels.numpy",
+    "triton": "tilewise.linear.kernels.triton",
 }
 
 
