@@ -31,6 +31,7 @@ class Kernel(Protocol):
 
 
 SYSTEMS = {
+    "cpu": "tilewise.linear.kernels.cpu",
     "numpy": "tilewise.linear.kernels.numpy",
     "triton": "tilewise.linear.kernels.triton",
 }

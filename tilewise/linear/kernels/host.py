@@ -6,7 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tilewise.arrays import as_numpy, like
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array, as_numpy, like
+from tilewise.linear.reference import extended_state
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
 
@@ -39,3 +43,29 @@ def _here(problem: Problem) -> Problem:
         decay=None if problem.decay is None else as_numpy(problem.decay),
         initial=None if problem.initial is None else problem.initial.map(as_numpy),
     )  # fmt: skip
+
+
+def initial_states(problem: Problem, dtype: np.dtype[Any]) -> Array:
+    shape = problem.shape
+    if problem.initial is None:
+        return np.zeros((problem.n_states, shape.heads_k, shape.d, shape.d_v + 1), dtype)
+    return extended_state(problem.initial, dtype)
+
+
+def last_log_decay(problem: Problem, dtype: np.dtype[Any]) -> Array:
+    log_decay = np.zeros((problem.n_states, problem.shape.heads_k), dtype)
+    if problem.initial is not None:
+        log_decay[...] = problem.initial.log_decay
+    for at, rows in problem.sequences() if problem.decay is not None else ():
+        log_decay[at] += arrays.widen(problem.decay[:, :, rows], dtype).sum(axis=-1)
+    return log_decay
+
+
+def decay_gradient(problem: Problem, d_c: Array) -> Array | None:
+    """From gradients of cumulative sums to those of what was summed, in float64: a sequence's are added up."""
+    if problem.decay is None:
+        return None
+    d_decay = np.zeros(d_c.shape)
+    for _, rows in problem.sequences():
+        d_decay[:, :, rows] = np.cumsum(d_c[:, :, rows][..., ::-1], axis=-1, dtype=np.float64)[..., ::-1]
+    return arrays.narrow(d_decay, arrays.dtype_name(problem.decay))

@@ -20,6 +20,7 @@ from tilewise.arrays import Array
 from tilewise.kernels import host as attention_host
 from tilewise.linear.features import slope
 from tilewise.linear.kernels import host
+from tilewise.linear.kernels.host import decay_gradient, initial_states, last_log_decay
 from tilewise.linear.reference import extended_state, mapped, row_gradients, split, with_ones
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
@@ -79,7 +80,7 @@ def forward(problem: Problem, chunk: int) -> Done:
     dtype = arrays.compute_dtype(shape.dtype)
     out = np.empty_like(problem.q, shape=(*problem.q.shape[:3], shape.d_v))
     norm = np.empty((shape.batch, shape.heads, shape.n_q if spec.normalize else 0), dtype)
-    states = _initial(problem, dtype)
+    states = initial_states(problem, dtype)
     for at, rows in problem.sequences():
         state = states[at][:, :, None]
         if not spec.causal:  # every row sees the state after the last
@@ -95,7 +96,7 @@ def forward(problem: Problem, chunk: int) -> Done:
                 values = np.where(sums == 0, 0, 1)[..., None] * values / np.where(sums == 0, 1, sums)[..., None]
             out[:, :, part.rows] = arrays.narrow(values.astype(dtype, copy=False), shape.dtype)
         states[at] = state[:, :, 0]
-    return Done(out, norm, LinearState(*split(states), _log_decay(problem, dtype)))
+    return Done(out, norm, LinearState(*split(states), last_log_decay(problem, dtype)))
 
 
 def backward(problem: Problem, done: Done, d_out: Array, d_state: LinearState | None, chunk: int) -> LinearGrads:
@@ -110,7 +111,7 @@ def backward(problem: Problem, done: Done, d_out: Array, d_state: LinearState | 
     d_states = np.zeros_like(ends) if d_state is None else extended_state(d_state, dtype)
     last = np.sum(d_states * ends, axis=(-2, -1))
     d_log = np.zeros(last.shape, dtype) if d_state is None else arrays.widen(d_state.log_decay, dtype)
-    states = _initial(problem, dtype)
+    states = initial_states(problem, dtype)
     for at, rows in problem.sequences():
         parts = partial(_chunks, problem, rows, chunk)
         state, d_after = states[at][:, :, None], d_states[at][:, :, None]
@@ -145,16 +146,6 @@ def backward(problem: Problem, done: Done, d_out: Array, d_state: LinearState | 
     return LinearGrads(d_q, d_k, d_v, decay_gradient(problem, d_c), initial)
 
 
-def decay_gradient(problem: Problem, d_c: Array) -> Array | None:
-    """From gradients of cumulative sums to those of what was summed, in float64: a sequence's are added up."""
-    if problem.decay is None:
-        return None
-    d_decay = np.zeros(d_c.shape)
-    for _, rows in problem.sequences():
-        d_decay[:, :, rows] = np.cumsum(d_c[:, :, rows][..., ::-1], axis=-1, dtype=np.float64)[..., ::-1]
-    return arrays.narrow(d_decay, arrays.dtype_name(problem.decay))
-
-
 def _chunks(problem: Problem, rows: slice, chunk: int, backwards: bool = False) -> Iterator[_Chunk]:
     spec, heads_k = problem.spec, problem.shape.heads_k
     dtype = arrays.compute_dtype(problem.shape.dtype)
@@ -182,22 +173,6 @@ def _after_all(problem: Problem, rows: slice, chunk: int, state: Array) -> Array
     for part in _chunks(problem, rows, chunk):
         state = part.after(state)
     return state
-
-
-def _initial(problem: Problem, dtype: np.dtype[Any]) -> Array:
-    shape = problem.shape
-    if problem.initial is None:
-        return np.zeros((problem.n_states, shape.heads_k, shape.d, shape.d_v + 1), dtype)
-    return extended_state(problem.initial, dtype)
-
-
-def _log_decay(problem: Problem, dtype: np.dtype[Any]) -> Array:
-    log_decay = np.zeros((problem.n_states, problem.shape.heads_k), dtype)
-    if problem.initial is not None:
-        log_decay[...] = problem.initial.log_decay
-    for at, rows in problem.sequences() if problem.decay is not None else ():
-        log_decay[at] += arrays.widen(problem.decay[:, :, rows], dtype).sum(axis=-1)
-    return log_decay
 
 
 def _T(x: Array) -> Array:  # noqa: N802 - a transpose
