@@ -37,8 +37,8 @@ def expected_of(problem: Problem) -> list[Expected]:
     )
     wide = str(arrays.compute_dtype(dtype))
     stored = {name: dtype if name in ("out", "d_q", "d_k", "d_v") else wide for name in want}
-    # States are sums over a sequence, in another order than the matrix has them. Logs of decays reach every later weight,
-    # and their gradients are sums of differences.
+    # States are sums over a sequence, in another order than the matrix has them. Logs of decays reach every later
+    # weight, and their gradients are sums of differences.
     band = (16 if problem.decay is None else 64) * ROUNDING[wide]
     return [expected(name, stored[name], dtype, want[name], dense[name], band) for name in want]
 
