@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from tilewise.cli import UserError
-from tilewise.cli.bench_options import several, whole
+from tilewise.cli.bench_options import check_gpu, several, whole
 
 
 def run(args: argparse.Namespace) -> int:
-    from tilewise.cli.bench import write
+    found = _on_gpu() if args.device == "cuda" else _on_cpu(args)
+    if args.json is not None:
+        from tilewise.cli.bench import write
+
+        write(found, Path(args.json))
+    return 0
+
+
+def _on_gpu() -> dict[str, Any]:
+    check_gpu("--device cuda")
+    from tilewise.linear import bench_gpu
+
+    found = bench_gpu.results()
+    print(bench_gpu.text(found))
+    return found
+
+
+def _on_cpu(args: argparse.Namespace) -> dict[str, Any]:
     from tilewise.linear import bench, dispatch
 
     kernel = args.kernel or "auto"
@@ -24,6 +42,4 @@ def run(args: argparse.Namespace) -> int:
     rows = bench.measured(sorted(lengths), d, heads, kernel, repeat)
     found = bench.results(rows, d, heads)
     print(bench.text(found))
-    if args.json is not None:
-        write(found, Path(args.json))
-    return 0
+    return found
