@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tilewise.linear import contract, dispatch, reference
 from tilewise.linear.cases import LinearCase
+from tilewise.linear.dispatch import Kernel
 from tilewise.linear.spec import Problem
 from tilewise.linear.validate import prepare
 
@@ -22,13 +23,15 @@ CASES = st.builds(
     decay=st.sampled_from([None, "head", "token"]), carried=st.booleans(),
     feature_map=st.sampled_from(["elu", "relu2", "exp"]), normalize=st.booleans(), scale=st.sampled_from([1.0, 0.3]),
 )  # fmt: skip
+HERE = [kernel for kernel in map(dispatch.kernel, ("numpy", "cpu")) if kernel.unavailable() is None]
 QUICKLY = settings(max_examples=30, deadline=None, database=None, derandomize=True)
 
 
+@pytest.mark.parametrize("kernel", HERE, ids=lambda kernel: kernel.name)
 @QUICKLY
 @given(CASES, st.integers(1, 80), st.integers(1, 80))
-def test_the_size_of_chunks_does_not_matter(case: LinearCase, one: int, other: int) -> None:
-    problem, kernel = case.problem(), dispatch.kernel("numpy")
+def test_the_size_of_chunks_does_not_matter(kernel: Kernel, case: LinearCase, one: int, other: int) -> None:
+    problem = case.problem()
     pulled = contract.gradients_to_pull(problem)
     results = []
     for chunk in (one, other):
@@ -39,10 +42,11 @@ def test_the_size_of_chunks_does_not_matter(case: LinearCase, one: int, other: i
         np.testing.assert_allclose(results[1][name], x, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
+@pytest.mark.parametrize("kernel", HERE, ids=lambda kernel: kernel.name)
 @QUICKLY
 @given(CASES, st.lists(st.integers(0, 70), max_size=4))
-def test_a_state_carried_over_any_split_is_one_pass(case: LinearCase, cuts: list[int]) -> None:
-    problem, kernel = case.problem(), dispatch.kernel("numpy")
+def test_a_state_carried_over_any_split_is_one_pass(kernel: Kernel, case: LinearCase, cuts: list[int]) -> None:
+    problem = case.problem()
     whole, state, outs = kernel.forward(problem), problem.initial, []
     edges = [0, *sorted(min(cut, case.n) for cut in cuts), case.n]
     for begin, end in pairwise(edges):
