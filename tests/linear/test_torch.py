@@ -84,6 +84,8 @@ def test_errors_come_through() -> None:
         tw.linear_attention(x, x, x, decay=torch.ones(1))
     with pytest.raises(TypeError, match="decay: expected a PyTorch tensor as q is, got a NumPy array"):
         tw.linear_attention(x, x, x, decay=-np.ones(1))
+    with pytest.raises(tw.Unsupported, match="numpy: it works in main memory and the arrays are on meta"):
+        tw.linear_attention(x.to("meta"), x.to("meta"), x.to("meta"))
 
 
 def test_compile() -> None:
@@ -105,6 +107,26 @@ def test_compile() -> None:
         results.append((out, kv, *torch.autograd.grad(out.sum() + kv.sum(), (q, k, v, decay))))
     for got, want in zip(*reversed(results), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def test_transforms_of_torch_func() -> None:
+    x = torch.randn(3, 2, 2, 10, 4, dtype=torch.float64)
+    decay = torch.full((2,), -0.1, dtype=torch.float64)
+
+    def loss(x: Any) -> Any:
+        return tw.linear_attention(x, x, x, decay=decay).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    sum(loss(part) for part in leaf).backward()
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(x), leaf.grad)
+    torch.testing.assert_close(torch.vmap(loss)(x).sum(), loss(x.flatten(0, 1)))
+
+
+def test_lengths_that_change() -> None:
+    compiled = torch.compile(lambda x: tw.linear_attention(x, x, x, decay=-0.1), fullgraph=True, backend="aot_eager")
+    for n in (10, 20, 31):
+        x = torch.randn(1, 2, n, 4)
+        torch.testing.assert_close(compiled(x), tw.linear_attention(x, x, x, decay=-0.1))
 
 
 def test_autocast_and_layout() -> None:

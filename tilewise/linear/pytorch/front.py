@@ -43,9 +43,12 @@ def _run(q: Any, k: Any, v: Any, kernel: str, options: dict[str, Any]) -> tuple[
     call = outline(q, k, v, **options)
     dispatch.check_name(kernel)
     problem, spec = call.problem, call.problem.spec
+    if problem.q.is_meta:  # the operator would answer with shapes; a caller asked for numbers
+        dispatch.resolve(kernel, problem.shape)
     lengths = torch.from_numpy(spec.lengths) if isinstance(spec.lengths, np.ndarray) else spec.lengths
     initial = (None, None, None) if problem.initial is None else tuple(problem.initial)
-    out, _, *state = operator.linear_attention(
+    transformed = torch._C._are_functorch_transforms_active()
+    out, _, *state = (operator.Transformed.apply if transformed else operator.linear_attention)(
         problem.q, problem.k, problem.v, problem.decay, *initial, lengths, operator.encode(spec, kernel)
     )
     return call.restore(out), *state

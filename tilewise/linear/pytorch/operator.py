@@ -7,7 +7,7 @@ heads, n). What a call has not (a decay, an initial state) has a gradient withou
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tilewise.linear import dispatch
 from tilewise.linear.spec import Done, Linear, LinearGrads, Problem
 from tilewise.linear.state import LinearState
 from tilewise.linear.validate import check_state, settle
+from tilewise.pytorch.vmap import one_by_one
 
 _OPERANDS = (
     "Tensor q, Tensor k, Tensor v, Tensor? decay, Tensor? kv, Tensor? z, Tensor? log_decay, Tensor? lengths, str spec"
@@ -146,11 +147,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, d_out: Any, d_norm: Any, *d_state: Any) -> tuple[Any, ...]:
+def _gradients(ctx: Any, d_out: Any, d_norm: Any, *d_state: Any, backward: Any = linear_attention_backward) -> Any:
     """One for each operand. norm is of the operator alone: no caller sees it, and so it has no gradient."""
     *operands, out, norm, kv, z, log_decay = ctx.saved_tensors
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    grads = linear_attention_backward(*operands, ctx.spec, out, norm, kv, z, log_decay, d_out, *d_state)
+    grads = backward(*operands, ctx.spec, out, norm, kv, z, log_decay, d_out, *d_state)
     given = zip(operands[:_TENSORS], grads, strict=True)
     return (*(None if x is None else grad for x, grad in given), None, None)
 
@@ -162,9 +163,49 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
     )
 
 
+# -- torch.func: its transforms take autograd functions with a setup_context, not operators ---------------------------
+
+
+class Transformed(torch.autograd.Function):  # type: ignore[misc]
+    """Linear attention under torch.func.grad, torch.vmap and the like."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_remember)
+
+    @staticmethod
+    def forward(*operands: Any) -> Any:
+        return linear_attention(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _gradients(ctx, *grads, backward=_TransformedBackward.apply)
+
+
+class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
+    generate_vmap_rule = True
+    backward = staticmethod(_no_second_derivative)
+
+    @staticmethod
+    def forward(*operands: Any) -> Any:
+        return linear_attention_backward(*operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """To refuse, nothing need be remembered."""
+
+
+def _mapped(operator: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+    """Under vmap, one example after the other."""
+    results = one_by_one(operator, info.batch_size, in_dims, args)
+    return results, (0,) * len(results)
+
+
 _library.impl("linear_attention", _forward, "CompositeExplicitAutograd")
 _library.impl("linear_attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::linear_attention", _fake_forward, lib=_library)
 torch.library.register_fake("tilewise::linear_attention_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("tilewise::linear_attention", _gradients, setup_context=_remember, lib=_library)
 torch.library.register_autograd("tilewise::linear_attention_backward", _no_second_derivative, lib=_library)
+if hasattr(torch.library, "register_vmap"):  # PyTorch 2.4 has none, and its vmap says so
+    for _operator in (linear_attention, linear_attention_backward):
+        torch.library.register_vmap(_operator.name(), partial(_mapped, _operator), lib=_library)
