@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Protocol
 
-from tilewise.dispatch import Unsupported
+from tilewise.dispatch import Unsupported, say_that_it_is_slow
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
 from tilewise.spec import Shape
@@ -70,6 +70,8 @@ def resolve(name: str, shape: Shape) -> Kernel:
         return kernel(name)
     for candidate in SYSTEMS:
         if reason(candidate, shape) is None:
+            if candidate == "numpy":
+                say_that_it_is_slow(kernel("cpu").unavailable())
             return kernel(candidate)
     every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(shape).items())
     raise Unsupported(f"no kernel system can compute this linear attention:{every}")
