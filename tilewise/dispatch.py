@@ -185,14 +185,14 @@ def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | Non
     for candidate in names or _in_order(shape):
         if reason(candidate, spec, shape) is None:
             if candidate == "numpy":
-                _say_that_it_is_slow(kernel("cpu").unavailable())
+                say_that_it_is_slow(kernel("cpu").unavailable())
             return kernel(candidate)
     every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(spec, shape, names).items())
     raise Unsupported(f"no kernel system can compute this call:{every}")
 
 
 @cache
-def _say_that_it_is_slow(why: str | None) -> None:
+def say_that_it_is_slow(why: str | None) -> None:
     """Once: NumPy serves in the engine's place."""
     if why is not None:
         told = f"Tilewise computes with NumPy, far slower than its native engine could: {why}"

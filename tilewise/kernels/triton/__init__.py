@@ -60,9 +60,9 @@ class TritonKernel:
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 
-        with _device_of(q):
-            done = forward(spec, _tensor(q), _tensor(k), _tensor(v), tile, self.basic)
-        return Partial(_like(done.out, q), _like(done.lse, q))
+        with device_of(q):
+            done = forward(spec, as_tensor(q), as_tensor(k), as_tensor(v), tile, self.basic)
+        return Partial(like(done.out, q), like(done.lse, q))
 
     def backward(
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
@@ -70,28 +70,28 @@ class TritonKernel:
     ) -> Grads:  # fmt: skip
         from tilewise.kernels.triton.launch import backward
 
-        dtype = _computed_with(_tensor(d_out), _tensor(q))
-        held = Partial(_rows(saved.out, dtype), _tensor(saved.lse).contiguous())  # another system may have saved them
-        d_lse = None if d_lse is None else _tensor(d_lse)
-        with _device_of(q):
-            grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _rows(d_out, dtype), d_lse, tile)
-        d_q, d_k, d_v = (_like(grad.to(_tensor(x).dtype), x) for grad, x in ((grads.q, q), (grads.k, k), (grads.v, v)))
-        sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
-        wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
+        dtype = _computed_with(as_tensor(d_out), as_tensor(q))
+        held = Partial(_rows(saved.out, dtype), as_tensor(saved.lse).contiguous())  # another system may have saved them
+        d_lse = None if d_lse is None else as_tensor(d_lse)
+        with device_of(q):
+            grads = backward(spec, as_tensor(q), as_tensor(k), as_tensor(v), held, _rows(d_out, dtype), d_lse, tile)
+        d_q, d_k, d_v = (like(grad.to(as_tensor(x).dtype), x) for grad, x in ((grads.q, q), (grads.k, k), (grads.v, v)))
+        sinks = None if grads.sinks is None else like(grads.sinks, spec.sinks)
+        wanted = tuple(like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
         return Grads(d_q, d_k, d_v, sinks, wanted)
 
     def decode(self, spec: Attention, q: Any, cache: Cache, rope: Rope | None = None) -> Partial:
         from tilewise.kernels.triton.launch_decode import decode
 
-        with _device_of(q):
-            done = decode(spec, _tensor(q), cache, rope)
-        return Partial(_like(done.out, q), _like(done.lse, q))
+        with device_of(q):
+            done = decode(spec, as_tensor(q), cache, rope)
+        return Partial(like(done.out, q), like(done.lse, q))
 
     def append(self, cache: Cache, k: Any, v: Any, counts: Array, rope: Rope | None = None) -> None:
         from tilewise.kernels.triton.launch_decode import append
 
-        with _device_of(k):
-            append(cache, _tensor(k), _tensor(v), counts, rope)
+        with device_of(k):
+            append(cache, as_tensor(k), as_tensor(v), counts, rope)
 
 
 def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:
@@ -103,12 +103,12 @@ def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:
     return spec if few_tiles_turn_keys(spec, shape, None) else replace(spec, rope=None)
 
 
-def _device_of(x: Any) -> Any:
+def device_of(x: Any) -> Any:
     """Triton launches on the current device."""
     return sys.modules["torch"].cuda.device_of(x) if arrays.is_torch(x) and x.is_cuda else nullcontext()
 
 
-def _tensor(x: Any) -> Any:
+def as_tensor(x: Any) -> Any:
     return x if arrays.is_torch(x) else arrays.as_tensor(x)
 
 
@@ -121,11 +121,11 @@ def _computed_with(d_out: Any, q: Any) -> Any:
 
 def _rows(x: Any, dtype: Any) -> Any:
     """In a type, numbers of a row side by side."""
-    x = _tensor(x).to(dtype)
+    x = as_tensor(x).to(dtype)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _like(result: Any, template: Any) -> Any:
+def like(result: Any, template: Any) -> Any:
     return result if arrays.is_torch(template) else arrays.like(arrays.as_numpy(result), template)
 
 
