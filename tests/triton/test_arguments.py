@@ -16,7 +16,8 @@ from tilewise.spec import Attention, Lengths, Shape, Tile
 pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
-from tilewise.kernels.triton import arguments  # noqa: E402 - only with both of them
+from tilewise.kernels import uploads  # noqa: E402 - only with both of them
+from tilewise.kernels.triton import arguments  # noqa: E402
 from tilewise.pytorch import graphs  # noqa: E402
 from tilewise.sharing import Kept  # noqa: E402
 
@@ -32,16 +33,16 @@ class Device:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Device:
     """A device that is none: what is moved there stays where it is."""
-    monkeypatch.setattr(arguments, "_on_devices", Kept(4))
+    monkeypatch.setattr(uploads, "_on_devices", Kept(4))
     monkeypatch.setattr(graphs, "held", {})
     device = Device()
     monkeypatch.setattr(graphs, "is_capturing", lambda: device.capturing)
-    monkeypatch.setattr(arguments.torch, "from_numpy", lambda x: SimpleNamespace(to=lambda device: x.copy()))
+    monkeypatch.setattr(uploads.torch, "from_numpy", lambda x: SimpleNamespace(to=lambda device: x.copy()))
     return device
 
 
 def _plan(device: Any, mask: Any, by_key: bool = False) -> Any:
-    return arguments.plan_on(device, Attention(1.0, mask), SHAPE, TILE, by_key)
+    return uploads.plan_on(device, Attention(1.0, mask), SHAPE, TILE, by_key)
 
 
 def test_the_same_call_has_the_same_plan(gpu: Device) -> None:
@@ -106,8 +107,8 @@ def test_what_hopper_has_amds_gpus_have_not(
     hip: str | None, capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arguments.modules, "is_interpreted", lambda: False)
-    monkeypatch.setattr(arguments.torch.version, "hip", hip)
-    monkeypatch.setattr(arguments.torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(uploads.torch.version, "hip", hip)
+    monkeypatch.setattr(uploads.torch.cuda, "get_device_capability", lambda device: capability)
     assert arguments._has_copy_engine.__wrapped__(Device()) is has
     assert arguments.starts_early.__wrapped__(Device()) is has
     assert not arguments._has_copy_engine.__wrapped__(Device("cpu"))

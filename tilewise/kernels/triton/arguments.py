@@ -2,87 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tilewise import arrays
-from tilewise.expr import Loaded
+from tilewise.kernels.tables import sequences
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.fitting import padded
-from tilewise.kernels.triton.tables import sequences, tables
-from tilewise.pytorch import graphs
-from tilewise.pytorch.constants import constant_on
-from tilewise.sharing import Kept
-from tilewise.spec import Attention, Lengths, Shape, Tile
-
-T = TypeVar("T")
+from tilewise.kernels.uploads import kept_on, key_of, loaded_on
+from tilewise.spec import Attention, Shape, Tile
 
 
 def records_of(spec: Attention, shape: Shape, records: Any, steps: tuple[int, int] = (0, 0)) -> tuple[Any, ...]:
     """Records as kernels take them: with their steps, and whether all variables begin at 0."""
     from_zero = spec.lengths is None and shape.origin_q == shape.origin_k == 0
     return records, *steps, tl.constexpr(from_zero)
-
-
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """Tables on a device."""
-
-    records: Any
-    runs: Any
-    steps: tuple[int, int]
-    visits: int
-    most_visits: int
-
-
-_on_devices = Kept[tuple[Any, list[Any]]](256)
-
-
-def kept_on(device: Any, key: tuple[Any, ...], slots: Sequence[Loaded], make: Callable[[], T]) -> T:
-    """What `make` brings to a device, once: it follows from the key and from what variants made themselves.
-
-    slots: the arrays that it looks at. Those of callers may change, and so it is made anew.
-    """
-    capturing = graphs.is_capturing()
-
-    def made() -> tuple[T, list[Any]]:
-        if capturing:
-            raise RuntimeError(graphs.FIRST)
-        return make(), constants
-
-    constants = [slot.array for slot in slots]  # kept as well, so that no other array gets their id
-    if not all(slot.constant for slot in slots):
-        fresh: T = made()[0]
-        return fresh
-    found = _on_devices.found((device, key, *map(id, constants)), made)
-    if capturing:
-        graphs.hold(found)
-    kept: T = found[0]
-    return kept
-
-
-def plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> Plan:
-    """It looks at arrays in main memory alone."""
-
-    def make() -> Plan:
-        made = tables(spec, shape, tile, by_key)
-        records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
-        return Plan(records, runs, made.steps, made.visits, made.most_visits)
-
-    expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
-    looked_at = [slot for slot in spec.loaded if slot.constant or not arrays.is_elsewhere(slot.array)]
-    return kept_on(device, ("plan", shape, tile, by_key, key_of(spec.lengths), expressions), looked_at, make)
-
-
-def key_of(lengths: Lengths | None) -> tuple[bytes, ...]:
-    return () if lengths is None else (lengths.q.tobytes(), lengths.k.tobytes())
 
 
 def sequences_of(spec: Attention, shape: Shape, q: Any) -> tuple[Any, Any]:
@@ -105,20 +44,10 @@ def loaded_by(spec: Attention, q: Any) -> tuple[Any, Any, Any]:
 
     Of that one nothing is told: Triton compiles anew for sizes of another kind.
     """
-    loaded = [_loaded(slot, q.device) for slot in spec.loaded]
+    loaded = loaded_on(spec, q.device)
     if not loaded:
         return (q,), ((1,),), ((1,),)
     return tuple(loaded), tuple(tuple(x.shape) or (1,) for x in loaded), tuple(x.stride() or (1,) for x in loaded)
-
-
-def _loaded(slot: Loaded, device: Any) -> Any:
-    """What a variant made itself is moved to a GPU once."""
-    is_far = slot.constant and device.type != "cpu" and not arrays.is_torch(slot.array)
-    return constant_on(slot.array, device) if is_far else tensor(slot.array, device)
-
-
-def tensor(x: Any, device: Any) -> Any:
-    return (x.detach() if arrays.is_torch(x) else arrays.as_tensor(x)).to(device)
 
 
 def steps_of(x: Any) -> tuple[int, int, int]:

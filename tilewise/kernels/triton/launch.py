@@ -19,7 +19,6 @@ from tilewise.kernels.triton.arguments import (
     maps,
     sizes,
     steps_of,
-    tensor,
 )
 from tilewise.kernels.triton.choices import Pass
 from tilewise.kernels.triton.launch_gradients import of_arrays
@@ -29,6 +28,7 @@ from tilewise.kernels.triton.source import basic as basic_kernel
 from tilewise.kernels.triton.source import forward as forward_kernels
 from tilewise.kernels.triton.tuning import chosen
 from tilewise.kernels.triton.turning import turning, turns_before
+from tilewise.kernels.uploads import tensor
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 

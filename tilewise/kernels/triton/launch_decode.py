@@ -12,7 +12,7 @@ from tilewise.arrays import Array
 from tilewise.cache import Cache
 from tilewise.cache.base import on_device
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import loaded_by, sizes, starts_early, steps_of, tensor
+from tilewise.kernels.triton.arguments import loaded_by, sizes, starts_early, steps_of
 from tilewise.kernels.triton.choices import Pass
 from tilewise.kernels.triton.fitting import power_of_2
 from tilewise.kernels.triton.reach import reach
@@ -20,6 +20,7 @@ from tilewise.kernels.triton.source import decode as decode_kernels
 from tilewise.kernels.triton.source import pages as pages_kernels
 from tilewise.kernels.triton.tuning import chosen, fitting_rows, processors, splits_of
 from tilewise.kernels.triton.turning import as_argument
+from tilewise.kernels.uploads import tensor
 from tilewise.pytorch.rope import rotation_on
 from tilewise.rope import Rope, positions_of_keys
 from tilewise.spec import Attention, Partial, Shape

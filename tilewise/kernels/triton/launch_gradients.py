@@ -15,8 +15,6 @@ from tilewise.expr import Loaded
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import (
     functions,
-    kept_on,
-    key_of,
     keys_of,
     maps,
     sequences_of,
@@ -28,6 +26,7 @@ from tilewise.kernels.triton.launch_plan import planned
 from tilewise.kernels.triton.reads import Read, Sharing, cells_of_distances, readers_of_cells, reads
 from tilewise.kernels.triton.source import gradients
 from tilewise.kernels.triton.tuning import chosen, distances
+from tilewise.kernels.uploads import kept_on, key_of
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads
 

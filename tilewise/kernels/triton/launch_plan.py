@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import Plan, keys_of, loaded_by, plan_on, records_of
+from tilewise.kernels.triton.arguments import keys_of, loaded_by, records_of
 from tilewise.kernels.triton.source import refine as kernels
 from tilewise.kernels.triton.tuning import processors
+from tilewise.kernels.uploads import Plan, plan_on
 from tilewise.schedule import is_unseen
 from tilewise.spec import Attention, Shape, Tile
 

@@ -12,7 +12,7 @@ from tilewise.schedule import Runs, plan
 from tilewise.spec import Attention, Lengths, Shape, Tile
 from tilewise.walking import loads
 
-FIELDS = 14  # of a record, as in tiles.py
+FIELDS = 14  # of a record, as in the tiles.py of each system that takes them
 _FIRST_RUN, _N_RUNS = 5, 6
 
 
