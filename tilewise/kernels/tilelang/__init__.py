@@ -1,0 +1,110 @@
+"""The TileLang kernel system: tiles, copies and products as TileLang writes them, compiled when first called."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+from tilewise import arrays
+from tilewise.kernels import host
+from tilewise.kernels.tilelang import compiler, support
+from tilewise.kernels.tilelang.choices import Pass, chosen
+from tilewise.kernels.tilelang.compiler import C
+from tilewise.spec import Attention, Grads, Partial, Shape, Tile
+
+
+class TileLangKernel:
+    """On CUDA tensors of PyTorch. rung: "simple" is the kernel to read first, for one head."""
+
+    summary = "TileLang, on NVIDIA GPUs"
+    system = "tilelang"
+
+    def __init__(self, rung: str | None = None) -> None:
+        self.name = self.system if rung is None else f"{self.system}/{rung}"
+        self.simple = rung == "simple"
+
+    def unavailable(self) -> str | None:
+        return compiler.not_installed("sm_90a") or _no_gpu()
+
+    def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        if not shape.device.startswith("cuda"):
+            return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
+        capability = _capability(shape.device)
+        if not support.OLDEST <= capability <= support.NEWEST:
+            return (
+                f"it is made for compute capability 8.0 to 9.0, and {shape.device} has {capability[0]}.{capability[1]}"
+            )
+        return self._refused(spec, shape, architecture(capability))
+
+    def _refused(self, spec: Attention, shape: Shape, target: str) -> str | None:
+        return (support.too_much(spec, shape) if self.simple else None) or support.unsupported(spec, shape, target)
+
+    def default_tile(self, spec: Attention, shape: Shape) -> Tile:
+        return chosen(Pass.FORWARD, shape, self._target(shape.device)).tile
+
+    def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
+        """tile: taken as a wish; a GPU's are multiples of 64."""
+        from tilewise.kernels.tilelang.launch import forward, simple
+
+        computed = simple if self.simple else forward
+        with _device_of(q):
+            done = computed(spec, _tensor(q), _tensor(k), _tensor(v), tile, self._target(arrays.device_name(q)))
+        return Partial(_like(done.out, q), _like(done.lse, q))
+
+    def backward(
+        self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
+        tile: Tile | None = None,
+    ) -> Grads:  # fmt: skip
+        raise NotImplementedError
+
+    def _target(self, device: str) -> str:
+        return architecture(_capability(device))
+
+
+class TileLangCKernel(TileLangKernel):
+    """The same kernels on arrays in main memory, by TileLang's C target: one thread, no barriers, slow."""
+
+    summary = "TileLang's kernels on a CPU, slowly: for tests"
+    system = "tilelang-c"
+
+    def unavailable(self) -> str | None:
+        return compiler.not_installed(C)
+
+    def unsupported(self, spec: Attention, shape: Shape) -> str | None:
+        return host.unsupported(shape) or self._refused(spec, shape, C)
+
+    def _target(self, device: str) -> str:
+        return C
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """What to compile for; Hopper has instructions of its own."""
+    major, minor = capability
+    return f"sm_{major}{minor}{'a' if capability == (9, 0) else ''}"
+
+
+def _capability(device: str) -> tuple[int, int]:
+    found: tuple[int, int] = sys.modules["torch"].cuda.get_device_capability(device)
+    return found
+
+
+def _no_gpu() -> str | None:
+    """PyTorch is asked, but never imported for it: who has tensors on a GPU has imported it."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return "nothing is on a GPU: PyTorch is not imported in this process"
+    return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
+
+
+def _device_of(x: Any) -> Any:
+    """Kernels are launched on the current device."""
+    return sys.modules["torch"].cuda.device_of(x) if arrays.is_torch(x) and x.is_cuda else nullcontext()
+
+
+def _tensor(x: Any) -> Any:
+    return x if arrays.is_torch(x) else arrays.as_tensor(x)
+
+
+def _like(result: Any, template: Any) -> Any:
+    return result if arrays.is_torch(template) else arrays.like(arrays.as_numpy(result), template)
