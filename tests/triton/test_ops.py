@@ -9,9 +9,10 @@ from tests.cuda.test_ops import EXPRESSIONS, MASKS, SHAPE, check_condition, nump
 from tilewise import dispatch
 from tilewise.arrays import Array
 from tilewise.expr import HK, B, Expr, H, K, Q, load
-from tilewise.kernels.triton import modules, reads
+from tilewise.kernels import reads
+from tilewise.kernels.reads import Sharing
+from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.ops import function
-from tilewise.kernels.triton.reads import Sharing
 from tilewise.spec import Attention, Lengths
 
 _reason = dispatch.kernel("triton").unavailable()

@@ -12,8 +12,7 @@ from typing import Any
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.cache import Cache
-from tilewise.kernels import host
-from tilewise.kernels.triton import reads
+from tilewise.kernels import host, reads
 from tilewise.kernels.triton.choices import Pass
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.kernels.triton.tuning import chosen, described, without_room

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tilewise.expr import Expr
-from tilewise.kernels.triton.reads import depends_on_difference
+from tilewise.kernels.reads import depends_on_difference
 from tilewise.schedule import Kind, plan
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads, remembered
