@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from tilewise import arrays
+from tilewise.dispatch import Unsupported
 from tilewise.kernels import host
 from tilewise.kernels.tilelang import compiler, support
 from tilewise.kernels.tilelang.choices import Pass, chosen
@@ -56,7 +57,28 @@ class TileLangKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        raise NotImplementedError
+        from tilewise.kernels.tilelang.launch import backward
+
+        dtype = self._computed_with(_tensor(d_out), _tensor(q))
+        held = Partial(_rows(saved.out, dtype), _tensor(saved.lse).float())  # another system may have saved them
+        d_lse = None if d_lse is None else _rows(d_lse, held.lse.dtype)
+        given = *(_rows(x, dtype) for x in (q, k, v)), held, _rows(d_out, dtype), d_lse
+        with _device_of(q):
+            grads = backward(spec, *given, tile, self._target(arrays.device_name(q)))
+        sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
+        wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
+        d_q, d_k, d_v = (_like(grad.to(_tensor(x).dtype), x) for grad, x in ((grads.q, q), (grads.k, k), (grads.v, v)))
+        return Grads(d_q, d_k, d_v, sinks, wanted)
+
+    def _computed_with(self, d_out: Any, q: Any) -> Any:
+        """The type of q: a gradient of the output that is wider would be rounded to it."""
+        if d_out.dtype != q.dtype:
+            told = f"the gradient of the output is {d_out.dtype} and q is {q.dtype}"
+            raise Unsupported(
+                f"kernel {self.name!r} cannot compute this call: {told}, and it has no float32; "
+                "convert the gradient with .to(q.dtype), or take kernel='triton'"
+            )
+        return q.dtype
 
     def _target(self, device: str) -> str:
         return architecture(_capability(device))
@@ -73,6 +95,10 @@ class TileLangCKernel(TileLangKernel):
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         return host.unsupported(shape) or self._refused(spec, shape, C)
+
+    def _computed_with(self, d_out: Any, q: Any) -> Any:
+        torch = sys.modules["torch"]
+        return q.dtype if d_out.dtype == q.dtype else torch.float32
 
     def _target(self, device: str) -> str:
         return C
@@ -104,6 +130,12 @@ def _device_of(x: Any) -> Any:
 
 def _tensor(x: Any) -> Any:
     return x if arrays.is_torch(x) else arrays.as_tensor(x)
+
+
+def _rows(x: Any, dtype: Any) -> Any:
+    """In a type, numbers of a row side by side."""
+    x = _tensor(x).to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _like(result: Any, template: Any) -> Any:

@@ -38,6 +38,7 @@ class Build:
     threads: int  # that compute; those that load come on top
     raw: bool  # scores stay products of q and k up to the exponent, which then has the scale in it
     has_sinks: bool
+    shared_keys: bool  # by several heads of queries
     packed: bool  # sequences lie one behind the other
     from_zero: bool  # positions are those in the arrays
     aligned: bool  # rows begin at multiples of 16 bytes, so that the copy engine takes them; packed ones lie by tokens
@@ -47,6 +48,11 @@ class Build:
     @property
     def on_gpu(self) -> bool:
         return self.target != C
+
+    @property
+    def sum_dtype(self) -> str:
+        """Of d_k and d_v: where several heads share keys, they are still to be added up."""
+        return "float32" if self.shared_keys else self.dtype
 
     @property
     def depth(self) -> int:
@@ -94,7 +100,8 @@ def told_of_call(spec: Attention, shape: Shape) -> dict[str, Any]:
     """What of a call does, beside its variant."""
     return {
         "dtype": shape.dtype, "d": shape.d, "d_v": shape.d_v,
-        "raw": spec.raw_scores, "has_sinks": spec.sinks is not None, "packed": spec.lengths is not None,
+        "raw": spec.raw_scores, "has_sinks": spec.sinks is not None, "shared_keys": shape.backward and shape.group > 1,
+        "packed": spec.lengths is not None,
         "from_zero": spec.lengths is None and shape.origin_q == shape.origin_k == 0,
     }  # fmt: skip
 

@@ -21,8 +21,10 @@ class Pass(Enum):
     """Whose tiles stay, and whose come by."""
 
     FORWARD = "forward"
+    ROWS = "rows"
     D_QUERY = "d_query"
     D_KEYS = "d_keys"
+    ARRAYS = "arrays"
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,10 @@ class Choice:
 # By the columns of a head, up to these. Each warpgroup has 64 rows of the tiles that stay.
 _CHOICES = {
     Pass.FORWARD: {128: Choice(Tile(128, 128), 2), 256: Choice(Tile(128, 64), 2)},
-    Pass.D_QUERY: {64: Choice(Tile(128, 64), 2), 128: Choice(Tile(128, 64), 1), 256: Choice(Tile(64, 64), 1)},
-    Pass.D_KEYS: {64: Choice(Tile(64, 128), 2), 128: Choice(Tile(64, 128), 1), 256: Choice(Tile(64, 64), 1)},
+    Pass.ROWS: {256: Choice(Tile(64, 64), 0)},
+    Pass.D_QUERY: {128: Choice(Tile(128, 64), 2), 256: Choice(Tile(64, 64), 1)},
+    Pass.D_KEYS: {128: Choice(Tile(64, 128), 2), 256: Choice(Tile(64, 64), 1)},
+    Pass.ARRAYS: {256: Choice(Tile(64, 64), 0)},
 }
 _ON_C = Choice(Tile(32, 32), 0)
 
@@ -86,12 +90,14 @@ def has_room(kind: Pass, shape: Shape, target: str) -> bool:
 
 
 def shared_bytes(choice: Choice, kind: Pass, shape: Shape) -> int:
-    """The tiles that stay, those that come by in each stage, and weights on their way between products."""
+    """The tiles that stay, and those that come by in each stage."""
     d, d_v, (q, k) = padded(shape.d), padded(shape.d_v), _sizes(choice.tile)
     stages = max(choice.stages, 1)
     numbers = {
         Pass.FORWARD: q * d + stages * k * (d + d_v),
-        Pass.D_QUERY: q * (d + d_v) + stages * k * (d + d_v) + q * k,
-        Pass.D_KEYS: k * (d + d_v) + stages * q * (d + d_v) + 2 * q * k,
+        Pass.ROWS: 2 * q * d_v,
+        Pass.D_QUERY: (q + stages * k) * (d + d_v),
+        Pass.D_KEYS: (k + stages * q) * (d + d_v),
+        Pass.ARRAYS: (q + 2 * k) * (d + d_v) + 4 * q * k,
     }[kind]
     return numbers * itemsize(shape.dtype)

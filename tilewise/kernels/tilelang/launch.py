@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from tilewise import arrays
-from tilewise.kernels.tilelang import library
-from tilewise.kernels.tilelang.build import Build, Variant, told_of, told_of_call, variant_of
-from tilewise.kernels.tilelang.choices import Choice, Pass, chosen
-from tilewise.kernels.tilelang.support import MOST_ARRAYS
-from tilewise.kernels.tilelang.visits import visits_on
-from tilewise.kernels.uploads import loaded_on, tensor
-from tilewise.spec import Attention, Partial, Shape, Tile
-
-_LOG2_E = np.float32(1.4426950408889634)
-_ALIGNED = 16  # bytes, as the copy engine takes rows
+from tilewise.derivative import ONE, score_slopes
+from tilewise.expr import S
+from tilewise.kernels.array_sums import of_arrays
+from tilewise.kernels.tilelang.build import Variant, variant_of
+from tilewise.kernels.tilelang.call import Call, row_places
+from tilewise.kernels.tilelang.choices import Pass
+from tilewise.kernels.tilelang.launch_gradients import Sums
+from tilewise.kernels.uploads import tensor
+from tilewise.pytorch.sinks import d_sinks
+from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
 def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, target: str) -> Partial:
@@ -39,6 +38,53 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, target: 
     return Partial(out, lse)
 
 
+def backward(
+    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, tile: Tile | None, target: str
+) -> Grads:
+    """Gradients of sum(out * d_out) + sum(lse * d_lse), in the type of q, which all arrays have."""
+    shape = Shape.of(spec, q, k, v, backward=True)
+    d_q = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    summed = torch.float32 if shape.group > 1 else q.dtype
+    d_k, d_v = (torch.zeros((*q.shape[:2], *x.shape[2:]), dtype=summed, device=q.device) for x in (k, v))
+    d_lse = torch.zeros_like(saved.lse) if d_lse is None else d_lse
+    shift, delta = (torch.zeros((*q.shape[:2], row_places(shape.n_q)), device=q.device) for _ in range(2))
+    if spec.lengths is not None:
+        d_q, d_k, d_v = map(_by_tokens, (d_q, d_k, d_v))
+    if 0 not in (shape.batch, shape.heads, shape.n_q, shape.n_k):
+        slope = score_slopes(spec)[S]
+        variant = variant_of(spec, **({} if slope is ONE else {"slope": slope}))
+        given = {"q": q, "k": k, "v": v, "d_out": d_out}
+        call = Call(spec, shape, target, Pass.ROWS, tile, Variant({}, ()), (saved.out, d_out))
+        call.give(out=saved.out, d_out=d_out, lse=saved.lse, d_lse=d_lse)
+        call.take(shift=shift, delta=delta)
+        call.launch("rows")
+        call = Call(spec, shape, target, Pass.D_QUERY, tile, variant, (*given.values(), d_q))
+        call.plan()
+        call.give(**given, shift=shift, delta=delta)
+        call.take(d_q=d_q)
+        call.launch("d_query")
+        call = Call(spec, shape, target, Pass.D_KEYS, tile, variant, (*given.values(), d_k, d_v))
+        call.plan(by_key=True)
+        call.give(**given, shift=shift, delta=delta)
+        call.take(d_k=d_k, d_v=d_v)
+        call.launch("d_keys")
+    of_k, of_v = (_of_key_heads(x, shape).to(q.dtype) for x in (d_k, d_v))
+    sinks = None if spec.sinks is None else d_sinks(tensor(spec.sinks, q.device), saved.lse, delta[..., : shape.n_q])
+    given = {"q": q, "k": k, "v": v, "d_out": d_out, "shift": shift, "delta": delta}
+    wanted = of_arrays(spec, lambda read: Sums(spec, shape, target, tile, given, read).gradient())
+    return Grads(d_q, of_k, of_v, sinks, wanted)
+
+
+def _of_key_heads(x: Any, shape: Shape) -> Any:
+    """The sums over the query heads that share a key head."""
+    return x if shape.group <= 1 else x.unflatten(1, (shape.heads_k, shape.group)).sum(2)
+
+
+def _by_tokens(x: Any) -> Any:
+    """The same, (total, heads, d) in memory."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def simple(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, target: str) -> Partial:
     """The same by the kernel that has one head, again and again."""
     shape = Shape.of(spec, q, k, v)
@@ -53,104 +99,3 @@ def simple(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, target: s
         call.launch("simple")
         out[b, h], lse[b, h] = one, lse_of_one
     return Partial(out, lse)
-
-
-class Call:
-    """A kernel's arguments, by the names that its text has for them, and the launch."""
-
-    def __init__(
-        self, spec: Attention, shape: Shape, target: str, kind: Pass, tile: Tile | None, variant: Variant,
-        operands: Sequence[Any],
-    ) -> None:  # fmt: skip
-        """operands: the arrays whose rows the copy engine may take."""
-        self.spec, self.shape, self.target, self.variant = spec, shape, target, variant
-        self.device = torch.device(shape.device)
-        self.choice: Choice = chosen(kind, shape, target, tile)
-        self.aligned = all(map(suits_copy_engine if spec.lengths is None else lies_by_tokens, operands))
-        scale = np.float32(spec.scale)
-        self._kept: list[Any] = []
-        self._results: list[tuple[Any, Any]] = []
-        self._values: dict[str, Any] = {
-            "batch": shape.batch, "heads": shape.heads, "heads_k": shape.heads_k, "n_q": shape.n_q, "n_k": shape.n_k,
-            "group": shape.group, "scale": scale, "factor": scale * _LOG2_E if spec.raw_scores else _LOG2_E,
-        }  # fmt: skip
-        self._load()
-
-    def plan(self, by_key: bool = False) -> None:
-        """The tiles that blocks have, and those that each visits."""
-        made = visits_on(self.device, self.spec, self.shape, self.choice.tile, by_key)
-        self._values |= {"tiles": made.records.shape[2], "n_visits": len(made.visits)}
-        self.give(records=made.records, visits=made.visits)
-
-    def give(self, **given: Any) -> None:
-        """Arrays: their addresses and, where they need not be side by side, their steps."""
-        for name, x in given.items():
-            lies = x if x.is_cuda else x.contiguous()
-            self._kept.append(lies)
-            steps = {f"{name}_step{i}": step for i, step in enumerate(steps_of(lies))}
-            self._values |= {name: lies.data_ptr(), **steps}
-
-    def take(self, **results: Any) -> None:
-        """Arrays that the kernel writes; where it wants them side by side, they are copied to where they belong."""
-        lie = {name: x if x.is_cuda else x.contiguous() for name, x in results.items()}
-        self._results += [(results[name], x) for name, x in lie.items() if x is not results[name]]
-        self.give(**lie)
-
-    def _load(self) -> None:
-        """The variant's arrays. Of those that a kernel has room for and the variant has not, nothing is read."""
-        self._values |= {f"a{i}": None for i in range(MOST_ARRAYS)}
-        for i, x in enumerate(loaded_on(self.spec, self.device)):
-            x = as_kernels_take(x)
-            self.give(**{f"a{i}": x})
-            self._values |= {f"a{i}_size{axis}": size for axis, size in enumerate(x.shape)}
-            self._values |= {f"a{i}_step{axis}": step for axis, step in enumerate(x.stride())}
-
-    def launch(self, kernel: str) -> None:
-        build = build_of(kernel, self.spec, self.shape, self.target, self.choice, self.variant, self.aligned)
-        stream = torch.cuda.current_stream().cuda_stream if build.on_gpu else None
-        found = library.kernel(build, lambda: written(kernel)(build, self.variant))
-        found.launch({**self._values, "stream": stream})
-        for x, lies in self._results:
-            x.copy_(lies)
-
-
-def build_of(
-    kernel: str, spec: Attention, shape: Shape, target: str, choice: Choice, variant: Variant, aligned: bool = True
-) -> Build:
-    """What the compiler is asked for. aligned: rows begin at multiples of 16 bytes."""
-    return Build(
-        kernel, target, tile=choice.tile, stages=choice.stages, threads=choice.threads, aligned=aligned,
-        **told_of_call(spec, shape), **told_of(variant),
-    )  # fmt: skip
-
-
-def written(kernel: str) -> Callable[[Build, Variant], Any]:
-    """The function that writes a kernel down. TileLang is imported when it is called, and no sooner."""
-    from tilewise.kernels.tilelang.source import forward, simple
-
-    return {"forward": forward.forward, "simple": simple.simple}[kernel]
-
-
-def suits_copy_engine(x: Any) -> bool:
-    """It takes rows that begin at multiples of 16 bytes, each elsewhere: what is expanded lies too close."""
-    steps = [step * x.element_size() for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.data_ptr() % _ALIGNED == 0 and all(step % _ALIGNED == 0 and 0 < step < 2**40 for step in steps)
-
-
-def lies_by_tokens(x: Any) -> bool:
-    """Whether packed sequences lie as (total, heads, d) has them, from a multiple of 16 bytes on."""
-    _, heads, total, d = x.shape
-    wanted = ((heads, d), (total, heads * d))
-    lies = all(size == 1 or step == want for (size, want), step in zip(wanted, x.stride()[1:3], strict=True))
-    return lies and x.data_ptr() % _ALIGNED == 0
-
-
-def steps_of(x: Any) -> list[int]:
-    """From batch index to batch index, and so on. Of a dimension of size 1 PyTorch may tell any; none is taken."""
-    return [step if size > 1 else _ALIGNED for size, step in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-
-
-def as_kernels_take(x: Any) -> Any:
-    """An array of a variant: of one dimension at least, conditions as bytes."""
-    x = x.view(torch.uint8) if x.dtype == torch.bool else x
-    return x if x.ndim else x.reshape(1)

@@ -39,11 +39,17 @@ def _one_by_one(*extents):
     return T.grid(*extents) if len(extents) > 1 else T.serial(*extents)
 
 
+_SIZES = (
+    "batch", "heads", "heads_k", "n_q", "n_k", "tiles", "n_visits", "n_rows",
+    "n_sequences", "kept_batch", "kept_heads", "most_q", "most_k", "count",
+)  # fmt: skip
+
+
 class Sizes:
     """The sizes of a call, which one kernel serves all of."""
 
     def __init__(self):
-        for name in ("batch", "heads", "heads_k", "n_q", "n_k", "tiles", "n_visits"):
+        for name in _SIZES:
             setattr(self, name, T.dynamic(name))
 
 
@@ -83,9 +89,20 @@ def load_rows(build, x, tile, b, h, begin, first, n):
     rows, columns = tile.shape
     if build.packed or not build.aligned:
         for r, c in Memory.of(build).parallel(rows, columns):
-            tile[r, c] = T.if_then_else((first + r < n) & (c < x.shape[3]), x[b, h, begin + first + r, c], 0)
+            is_there = (0 <= first + r) & (first + r < n) & (c < x.shape[3])
+            tile[r, c] = T.if_then_else(is_there, x[b, h, begin + first + r, c], 0)
     else:
         T.copy(rows_from(x, b, h, begin + first, rows, columns), tile)
+
+
+@T.macro
+def load_numbers(build, x, numbers, b, h, begin, first, n):
+    """Numbers of rows, one each, as load_rows has the rows."""
+    if build.packed or not build.on_gpu:
+        for r in Memory.of(build).parallel(numbers.shape[0]):
+            numbers[r] = T.if_then_else(first + r < n, x[b, h, begin + first + r], 0)
+    else:
+        T.copy(x[b, h, first : first + numbers.shape[0]], numbers)
 
 
 @T.macro
@@ -138,6 +155,12 @@ class Place(NamedTuple):
         """A product of q and k as a score."""
         s = product if self.build.raw else product * scale
         return self.at("score", s, query, key) if "score" in self.variant.expressions else s
+
+    def times(self, name, d_score, s, query, key):
+        """d_score times a derivative of the score; a key of weight 0 passes nothing on, whatever its slope."""
+        if name not in self.variant.expressions:
+            return d_score
+        return T.Select(d_score == 0, T.float32(0), d_score * self.at(name, s, query, key))
 
     def counts(self, query, key, n_q, n_k):
         """Whether a key counts for a query."""
