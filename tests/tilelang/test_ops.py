@@ -22,7 +22,7 @@ def _values(*exprs: Expr) -> tuple[Array, list[Array]]:
     """S, and what each expression gives for each of its places, as the compiled kernel computes it."""
     from tests.tilelang.table import table
     from tilewise.kernels.tilelang import library
-    from tilewise.kernels.tilelang.launch import as_kernels_take
+    from tilewise.kernels.tilelang.call import as_kernels_take
     from tilewise.kernels.uploads import tensor
 
     variant = Variant({f"value{i}": expr for i, expr in enumerate(exprs)}, loads(*exprs))

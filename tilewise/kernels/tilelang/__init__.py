@@ -62,9 +62,10 @@ class TileLangKernel:
         dtype = self._computed_with(_tensor(d_out), _tensor(q))
         held = Partial(_rows(saved.out, dtype), _tensor(saved.lse).float())  # another system may have saved them
         d_lse = None if d_lse is None else _rows(d_lse, held.lse.dtype)
-        given = *(_rows(x, dtype) for x in (q, k, v)), held, _rows(d_out, dtype), d_lse
+        target = self._target(arrays.device_name(q))
         with _device_of(q):
-            grads = backward(spec, *given, tile, self._target(arrays.device_name(q)))
+            of_q, of_k, of_v, of_out = (_rows(x, dtype) for x in (q, k, v, d_out))
+            grads = backward(spec, of_q, of_k, of_v, held, of_out, d_lse, tile, target)
         sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
         wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
         d_q, d_k, d_v = (_like(grad.to(_tensor(x).dtype), x) for grad, x in ((grads.q, q), (grads.k, k), (grads.v, v)))

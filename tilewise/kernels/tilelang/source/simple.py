@@ -17,6 +17,11 @@ def simple(build, variant):
     tile_q, tile_k, d, d_v, dtype = build.tile.q, build.tile.k, build.depth, build.columns, build.dtype
     n_q, n_k = T.dynamic("n_q"), T.dynamic("n_k")
 
+    def tiles_seen(first):
+        """One at least, since what was loaded for it is waited for."""
+        last = T.min(n_k, first + tile_q + (n_k - n_q)) if causal else n_k
+        return T.max(T.ceildiv(last, tile_k), 1)
+
     @T.prim_func
     def simple(
         q: T.Tensor((n_q, build.d), dtype),
@@ -46,8 +51,7 @@ def simple(build, variant):
             T.fill(row_sum, 0)
             T.fill(row_max, -1e30)  # below every score, and no infinity: nothing is taken away from that
             # for each kv tile, up to the last that a causal query sees:
-            last = T.min(n_k, first + tile_q + (n_k - n_q)) if causal else n_k
-            for tile in T.Pipelined(T.max(T.ceildiv(last, tile_k), 1), num_stages=build.stages):
+            for tile in T.Pipelined(tiles_seen(first), num_stages=build.stages):
                 first_key = tile * tile_k
                 # 2 s = q @ k.T
                 T.copy(k[first_key : first_key + tile_k, 0:d], k_tile)
