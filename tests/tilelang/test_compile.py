@@ -81,8 +81,7 @@ def test_hoppers_engines_are_used(asked: Asked) -> None:
     build, kernel = asked.text()
     text = compiler.source(kernel, build.target)
     assert _on_hopper(text), "TileLang took the slow way"
-    if asked.kernel != "simple":
-        assert "cudaGridDependencySynchronize" in text, "what the kernel before writes may not be there yet"
+    assert "cudaGridDependencySynchronize" in text, "what the kernel before writes may not be there yet"
 
 
 @needs_nvcc

@@ -60,8 +60,9 @@ class TileLangKernel:
         from tilewise.kernels.tilelang.launch import backward
 
         dtype = self._computed_with(_tensor(d_out), _tensor(q))
-        held = Partial(_rows(saved.out, dtype), _tensor(saved.lse).float())  # another system may have saved them
-        d_lse = None if d_lse is None else _rows(d_lse, held.lse.dtype)
+        wide = sys.modules["torch"].float32
+        held = Partial(_rows(saved.out, dtype), _rows(saved.lse, wide))  # another system may have saved them
+        d_lse = None if d_lse is None else _rows(d_lse, wide)
         target = self._target(arrays.device_name(q))
         with _device_of(q):
             of_q, of_k, of_v, of_out = (_rows(x, dtype) for x in (q, k, v, d_out))

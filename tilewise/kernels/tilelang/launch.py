@@ -28,7 +28,7 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, target: 
     sinks = None if spec.sinks is None else tensor(spec.sinks, q.device).float().contiguous()
     if shape.n_k == 0:
         out.zero_()
-        lse.copy_(torch.tensor(-torch.inf) if sinks is None else sinks[None, :, None].expand(lse.shape))
+        lse.copy_(torch.full_like(lse, -torch.inf) if sinks is None else sinks[:, None].expand(lse.shape))
     if 0 not in (shape.batch, shape.heads, shape.n_q, shape.n_k):
         call = Call(spec, shape, target, Pass.FORWARD, tile, variant_of(spec), (q, k, v, out))
         call.plan()
@@ -43,36 +43,48 @@ def backward(
 ) -> Grads:
     """Gradients of sum(out * d_out) + sum(lse * d_lse), in the type of q, which all arrays have."""
     shape = Shape.of(spec, q, k, v, backward=True)
-    d_q = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    summed = torch.float32 if shape.group > 1 else q.dtype
+    shift, delta = _of_rows(spec, shape, target, tile, saved, d_out, d_lse)
+    given = {"q": q, "k": k, "v": v, "d_out": d_out, "shift": shift, "delta": delta}
+    d_q, d_k, d_v = _of_operands(spec, shape, target, tile, given)
+    sinks = None if spec.sinks is None else d_sinks(tensor(spec.sinks, q.device), saved.lse, delta[..., : shape.n_q])
+    wanted = of_arrays(spec, lambda read: Sums(spec, shape, target, tile, given, read).gradient())
+    return Grads(d_q, d_k, d_v, sinks, wanted)
+
+
+def _of_rows(
+    spec: Attention, shape: Shape, target: str, tile: Tile | None, saved: Partial, d_out: Any, d_lse: Any
+) -> tuple[Any, Any]:
+    """What weights are recomputed with: shift and delta."""
+    sizes = (*d_out.shape[:2], row_places(shape.n_q))
+    shift, delta = (torch.zeros(sizes, dtype=torch.float32, device=d_out.device) for _ in range(2))
+    if 0 not in (*sizes, shape.d_v):
+        call = Call(spec, shape, target, Pass.ROWS, tile, Variant({}, ()), (saved.out, d_out))
+        call.give(out=saved.out, d_out=d_out, lse=saved.lse)
+        call.give(d_lse=torch.zeros_like(saved.lse) if d_lse is None else d_lse)
+        call.take(shift=shift, delta=delta)
+        call.launch("rows")
+    return shift, delta
+
+
+def _of_operands(
+    spec: Attention, shape: Shape, target: str, tile: Tile | None, given: dict[str, Any]
+) -> tuple[Any, Any, Any]:
+    """The gradients of q, k and v."""
+    q, k, v, d_out, *_ = given.values()
+    d_q, summed = torch.zeros(q.shape, dtype=q.dtype, device=q.device), torch.float32 if shape.group > 1 else q.dtype
     d_k, d_v = (torch.zeros((*q.shape[:2], *x.shape[2:]), dtype=summed, device=q.device) for x in (k, v))
-    d_lse = torch.zeros_like(saved.lse) if d_lse is None else d_lse
-    shift, delta = (torch.zeros((*q.shape[:2], row_places(shape.n_q)), device=q.device) for _ in range(2))
     if spec.lengths is not None:
         d_q, d_k, d_v = map(_by_tokens, (d_q, d_k, d_v))
     if 0 not in (shape.batch, shape.heads, shape.n_q, shape.n_k):
         slope = score_slopes(spec)[S]
         variant = variant_of(spec, **({} if slope is ONE else {"slope": slope}))
-        given = {"q": q, "k": k, "v": v, "d_out": d_out}
-        call = Call(spec, shape, target, Pass.ROWS, tile, Variant({}, ()), (saved.out, d_out))
-        call.give(out=saved.out, d_out=d_out, lse=saved.lse, d_lse=d_lse)
-        call.take(shift=shift, delta=delta)
-        call.launch("rows")
-        call = Call(spec, shape, target, Pass.D_QUERY, tile, variant, (*given.values(), d_q))
-        call.plan()
-        call.give(**given, shift=shift, delta=delta)
-        call.take(d_q=d_q)
-        call.launch("d_query")
-        call = Call(spec, shape, target, Pass.D_KEYS, tile, variant, (*given.values(), d_k, d_v))
-        call.plan(by_key=True)
-        call.give(**given, shift=shift, delta=delta)
-        call.take(d_k=d_k, d_v=d_v)
-        call.launch("d_keys")
-    of_k, of_v = (_of_key_heads(x, shape).to(q.dtype) for x in (d_k, d_v))
-    sinks = None if spec.sinks is None else d_sinks(tensor(spec.sinks, q.device), saved.lse, delta[..., : shape.n_q])
-    given = {"q": q, "k": k, "v": v, "d_out": d_out, "shift": shift, "delta": delta}
-    wanted = of_arrays(spec, lambda read: Sums(spec, shape, target, tile, given, read).gradient())
-    return Grads(d_q, of_k, of_v, sinks, wanted)
+        for kind, results in ((Pass.D_QUERY, {"d_q": d_q}), (Pass.D_KEYS, {"d_k": d_k, "d_v": d_v})):
+            call = Call(spec, shape, target, kind, tile, variant, (q, k, v, d_out, *results.values()))
+            call.plan(by_key=kind is Pass.D_KEYS)
+            call.give(**given)
+            call.take(**results)
+            call.launch(kind.value)
+    return d_q, *(_of_key_heads(x, shape).to(q.dtype) for x in (d_k, d_v))
 
 
 def _of_key_heads(x: Any, shape: Shape) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from tilewise.kernels import disk
@@ -68,4 +70,8 @@ def _compiled(build: Build, write: Callable[[], Any], files: disk.Files) -> Any:
         text = write()
     made = compiler.library(text, build.target)
     _logger.info("compiled it in %.1f s", time.perf_counter() - started)
-    return files.add(build.name, made.content)
+    try:
+        return files.add(build.name, made.content)
+    except OSError as error:  # a full disk, a home that is read-only: the kernel runs all the same
+        _logger.warning("the compiled kernel is not kept: %s cannot be written (%s)", files.folder, error)
+        return disk.Files(Path(tempfile.mkdtemp())).add(build.name, made.content)

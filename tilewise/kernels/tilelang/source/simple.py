@@ -7,7 +7,7 @@ packed sequences and every variant.
 
 import tilelang.language as T
 
-from tilewise.kernels.tilelang.source.tiles import INFINITY, LN_2, LOG2_E, Memory
+from tilewise.kernels.tilelang.source.tiles import INFINITY, LN_2, LOG2_E, Memory, after_kernels_before
 
 
 def simple(build, variant):
@@ -44,6 +44,7 @@ def simple(build, variant):
             row_sum = fragment([tile_q], "float32")
             tile_sum = fragment([tile_q], "float32")
 
+            after_kernels_before(build)
             # 1 load q
             first = number * tile_q
             T.copy(q[first : first + tile_q, 0:d], q_tile)
