@@ -114,3 +114,24 @@ def test_tiles_fit_shared_memory(arch: str, kind: Pass, d: int) -> None:
             assert shared_bytes(choice, kind, shape) <= SHARED_MEMORY.get(arch, LEAST_SHARED_MEMORY)
     assert architecture((9, 0)) == "sm_90a"
     assert architecture((8, 9)) == "sm_89"
+
+
+def test_a_kernel_compiled_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A machine without TileLang or nvcc takes what the cache folder has, and names what it has not."""
+    pytest.importorskip("torch")
+    from tilewise.kernels import disk
+    from tilewise.kernels.tilelang import TileLangKernel, compiler
+    from tilewise.kernels.tilelang.call import builds_of
+
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "not_installed", lambda target: "it needs nvcc")
+    monkeypatch.setattr("tilewise.kernels.tilelang._capability", lambda device: (9, 0))
+    call = Case("softcap", "grouped", "float16").inputs().call()
+    for backward in (False, True):
+        shape = replace(call.shape, device="cuda:0", backward=backward)
+        builds = builds_of(call.spec, shape, "sm_90a")
+        told = TileLangKernel().unsupported(call.spec, shape)
+        assert told == f"no kernel for it was compiled before ({builds[0]}), and to compile one it needs nvcc"
+        for build in builds:
+            disk.user_cache("tilelang").add(build.name, b"a library")
+        assert TileLangKernel().unsupported(call.spec, shape) is None

@@ -26,7 +26,7 @@ class TileLangKernel:
         self.simple = rung == "simple"
 
     def unavailable(self) -> str | None:
-        return compiler.not_installed("sm_90a") or _no_gpu()
+        return _no_gpu()
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         if not shape.device.startswith("cuda"):
@@ -36,7 +36,19 @@ class TileLangKernel:
             return (
                 f"it is made for compute capability 8.0 to 9.0, and {shape.device} has {capability[0]}.{capability[1]}"
             )
-        return self._refused(spec, shape, architecture(capability))
+        target = architecture(capability)
+        return self._refused(spec, shape, target) or self._not_compiled(spec, shape, target)
+
+    def _not_compiled(self, spec: Attention, shape: Shape, target: str) -> str | None:
+        """Why there is no kernel for a call that could be computed: none was compiled before, and none can be now."""
+        reason = compiler.not_installed(target)
+        if reason is None:
+            return None
+        from tilewise.kernels.tilelang.call import builds_of
+        from tilewise.kernels.tilelang.library import is_kept
+
+        missing = [build for build in builds_of(spec, shape, target, self.simple) if not is_kept(build)]
+        return f"no kernel for it was compiled before ({missing[0]}), and to compile one {reason}" if missing else None
 
     def _refused(self, spec: Attention, shape: Shape, target: str) -> str | None:
         return (support.too_much(spec, shape) if self.simple else None) or support.unsupported(spec, shape, target)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tilewise.derivative import ONE, score_slopes
+from tilewise.expr import S
 from tilewise.kernels.tilelang import library
-from tilewise.kernels.tilelang.build import Build, Variant, told_of, told_of_call
+from tilewise.kernels.tilelang.build import Build, Variant, told_of, told_of_call, variant_of
 from tilewise.kernels.tilelang.choices import Choice, Pass, chosen
 from tilewise.kernels.tilelang.support import MOST_ARRAYS
 from tilewise.kernels.tilelang.visits import visits_on
@@ -93,6 +95,20 @@ class Call:
         found.launch({**self._values, "stream": stream})
         for x, lies in self._results:
             x.copy_(lies)
+
+
+def builds_of(spec: Attention, shape: Shape, target: str, simple: bool = False) -> list[Build]:
+    """The kernels of a call whose rows lie as most do; those that add up gradients of arrays are not among them."""
+    kernels = {"simple" if simple else "forward": Pass.FORWARD}
+    if shape.backward:
+        kernels = {kind.value: kind for kind in (Pass.ROWS, Pass.D_QUERY, Pass.D_KEYS)}
+    slope = score_slopes(spec)[S] if shape.backward else ONE
+    plain, with_slope = variant_of(spec), variant_of(spec, **({} if slope is ONE else {"slope": slope}))
+    variants = {"rows": Variant({}, ()), "d_query": with_slope, "d_keys": with_slope}
+    return [
+        build_of(name, spec, shape, target, chosen(kind, shape, target), variants.get(name, plain))
+        for name, kind in kernels.items()
+    ]
 
 
 def build_of(
