@@ -92,7 +92,7 @@ class Call:
         build = build_of(kernel, self.spec, self.shape, self.target, self.choice, self.variant, self.aligned)
         stream = torch.cuda.current_stream().cuda_stream if build.on_gpu else None
         found = library.kernel(build, lambda: written(kernel)(build, self.variant))
-        found.launch({**self._values, "stream": stream})
+        found.launch({**self._values, "stream": stream}, self.device)
         for x, lies in self._results:
             x.copy_(lies)
 

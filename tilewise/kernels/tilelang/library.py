@@ -37,10 +37,16 @@ class Library:
         arguments = [argument.partition("=")[0].rsplit(" ", 1) for argument in told]
         self._names = [name for _, name in arguments]
         self._library.call.argtypes = [_TYPES.get(kind, ctypes.c_void_p) for kind, _ in arguments]
-        self._check(self._library.init())
+        self._ready: set[Any] = set()
 
-    def launch(self, values: Mapping[str, Any]) -> None:
-        """By their names: addresses of arrays, their sizes and steps, numbers, and the stream of a GPU."""
+    def launch(self, values: Mapping[str, Any], device: Any = None) -> None:
+        """By their names: addresses of arrays, their sizes and steps, numbers, and the stream of a GPU.
+
+        device: the one that is current, which the kernel is made ready for once.
+        """
+        if device not in self._ready:
+            self._check(self._library.init())
+            self._ready.add(device)
         self._check(self._library.call(*[values[name] for name in self._names]))
 
     def _check(self, status: int) -> None:
