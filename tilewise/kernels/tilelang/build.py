@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
+from tilewise.kernels.tilelang.choices import padded
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads
 
 _FOLDER = Path(__file__).parent
-_COLUMNS = 64  # of a tile in a GPU's shared memory, or a multiple: one layout of 128 bytes a row, whatever the head
 
 
 class Variant(NamedTuple):
@@ -57,15 +57,12 @@ class Build:
     @property
     def depth(self) -> int:
         """Columns of a tile of q or k, with those of zeros that are added."""
-        return self._padded(self.d)
+        return padded(self.d) if self.on_gpu else self.d
 
     @property
     def columns(self) -> int:
         """The same of v."""
-        return self._padded(self.d_v)
-
-    def _padded(self, columns: int) -> int:
-        return -(-columns // _COLUMNS) * _COLUMNS if self.on_gpu else columns
+        return padded(self.d_v) if self.on_gpu else self.d_v
 
     @property
     def name(self) -> str:
@@ -108,4 +105,5 @@ def told_of_call(spec: Attention, shape: Shape) -> dict[str, Any]:
 
 @cache
 def _sources() -> str:
-    return "".join(path.read_text() for path in sorted((*_FOLDER.glob("source/*.py"), _FOLDER / "ops.py")))
+    others = (_FOLDER / f"{name}.py" for name in ("ops", "compiler", "choices"))
+    return "".join(path.read_text() for path in sorted((*_FOLDER.glob("source/*.py"), *others)))
