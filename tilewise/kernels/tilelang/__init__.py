@@ -32,10 +32,8 @@ class TileLangKernel:
         if not shape.device.startswith("cuda"):
             return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
         capability = _capability(shape.device)
-        if not support.OLDEST <= capability <= support.NEWEST:
-            return (
-                f"it is made for compute capability 8.0 to 9.0, and {shape.device} has {capability[0]}.{capability[1]}"
-            )
+        if capability != support.CAPABILITY:
+            return f"it is made for compute capability 9.0, and {shape.device} has {capability[0]}.{capability[1]}"
         target = architecture(capability)
         return self._refused(spec, shape, target) or self._not_compiled(spec, shape, target)
 

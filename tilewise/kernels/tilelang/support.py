@@ -11,7 +11,7 @@ from tilewise.variants import causal
 
 MOST_D = 256
 MOST_ARRAYS = 8  # as in tiles.py
-OLDEST, NEWEST = (8, 0), (9, 0)
+CAPABILITY = (9, 0)  # for Ampere TileLang 0.1.15 pipelines no loop whose length it does not know
 _DTYPES = {True: ("float16", "bfloat16"), False: ("float16", "float32")}
 
 
