@@ -104,7 +104,7 @@ class System:
     module: str
     attribute: str
     rungs: tuple[str, ...] = ()
-    only_if_named: bool = False  # it simulates another: `auto` never takes it
+    only_if_named: bool = False  # it runs another's kernels where they are slow: `auto` never takes it
 
 
 _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
@@ -114,12 +114,14 @@ SYSTEMS = (
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", (*_CUDA_RUNGS, "unordered")),
     System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
     System("cute", "tilewise.kernels.cute", "CuteKernel", ("basic", "forward_sm90", "scaled_q", "scaled_k")),
+    System("tilelang", "tilewise.kernels.tilelang", "TileLangKernel", ("simple",)),
+    System("tilelang-c", "tilewise.kernels.tilelang", "TileLangCKernel", ("simple",), only_if_named=True),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
-DECODING = ("cpu", "numpy", "triton", "cuda", "cute")
+DECODING = ("cpu", "numpy", "triton", "cuda", "cute", "tilelang")
 # And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler.
 TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
