@@ -216,7 +216,7 @@ def test_auto_does_not_take_cute() -> None:
 
 def test_without_a_compiler_only_what_was_built_is_supported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(gpus, "capability", lambda shape: HOPPER)
+    monkeypatch.setattr(gpus, "capability", lambda device: HOPPER)
     monkeypatch.setattr(compiler, "not_installed", lambda: "it needs cutlass")
     shape = Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0")
     told = dispatch.kernel("cute").unsupported(Attention(1.0), shape)

@@ -81,6 +81,9 @@ def add_parser(commands: Any) -> None:
     suite = parser.add_mutually_exclusive_group()
     suite.add_argument("--cpu", nargs="*", choices=CPU_SECTIONS, metavar="SECTION", help=_CPU_HELP)
     suite.add_argument("--gpu", nargs="*", choices=GPU_SECTIONS, metavar="SECTION", help=_GPU_HELP)
+    suite.add_argument(
+        "--linear", action="store_true", help="linear attention beside causal softmax attention, by length"
+    )
     add("--no-memory", action="store_true", help="do not measure memory, which starts a process a contestant and cell")
     add("--json", metavar="FILE", help="write every number")
     add("--plot", metavar="FILE.png", help="draw speed and memory; a folder takes a picture a type and pass")
@@ -98,6 +101,10 @@ def run(args: argparse.Namespace) -> int:
 
         return bench_gpu.run(args)
     _check_targets(args)
+    if args.linear:
+        from tilewise.cli import bench_linear
+
+        return bench_linear.run(args)
     from tilewise.bench import table
     from tilewise.bench.run import SCHEMA
 

@@ -28,7 +28,7 @@ class CuteKernel:
         away = gpus.elsewhere(shape)
         if away is not None:
             return away
-        capability = gpus.capability(shape)
+        capability = gpus.capability(shape.device)
         reason = support.unsupported(spec, shape, self.rung, capability)
         if reason is not None:
             return reason
@@ -36,14 +36,14 @@ class CuteKernel:
         return library.not_built(kernel, architecture(capability))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return (self.rung or support.suited(shape, gpus.capability(shape))).tile(spec, shape)
+        return (self.rung or support.suited(shape, gpus.capability(shape.device))).tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         """tile: taken as a wish; a kernel has those that its layouts are made for."""
         from tilewise.kernels.cute.launch import chosen, forward
 
         shape = Shape.of(spec, q, k, v)
-        capability = gpus.capability(shape)
+        capability = gpus.capability(shape.device)
         rung = chosen(self.rung, spec, shape, capability, q, k, v)
         with sys.modules["torch"].cuda.device_of(q):
             return forward(rung, spec, q, k, v, architecture(capability))
