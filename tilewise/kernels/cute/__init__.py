@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from tilewise.kernels.cute import compiler, library, support
-from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.rungs import BACKWARD, RUNGS, Rung
 from tilewise.kernels.cute.wanted import kernel_of
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -32,13 +32,16 @@ class CuteKernel:
     def _not_built(self, spec: Attention, shape: Shape, capability: tuple[int, int]) -> str | None:
         """Why there is no kernel for a call that could be computed: none was built, and there is no compiler."""
         reason = compiler.not_installed()
-        kernel = kernel_of(self.rung or support.suited(shape, capability), spec, shape)
+        kernel = kernel_of(self._taken(shape, capability), spec, shape)
         if reason is None or library.is_built(kernel, architecture(capability)):
             return None
         return f"no kernel for it was built ahead of time ({kernel}), and to compile one {reason}"
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return (self.rung or support.suited(shape, _capability(shape))).tile(spec, shape)
+        return self._taken(shape, _capability(shape)).tile(spec, shape)
+
+    def _taken(self, shape: Shape, capability: tuple[int, int]) -> Rung:
+        return BACKWARD if shape.backward else self.rung or support.suited(shape, capability)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         """tile: taken as a wish; a kernel has those that its layouts are made for."""
@@ -54,7 +57,12 @@ class CuteKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        raise NotImplementedError("cute has no backward pass; kernel='triton' has one")
+        """tile: taken as a wish, as forward does."""
+        from tilewise.kernels.cute.launch_backward import backward
+
+        shape = Shape.of(spec, q, k, v, backward=True)
+        with sys.modules["torch"].cuda.device_of(q):
+            return backward(spec, q, k, v, saved, d_out, d_lse, architecture(_capability(shape)))
 
 
 def architecture(capability: tuple[int, int]) -> str:

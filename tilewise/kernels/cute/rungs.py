@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tilewise.expr import Expr
+from tilewise.derivative import ONE, score_slopes
+from tilewise.expr import Expr, S
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, variables
@@ -107,13 +108,15 @@ class BackwardSm90(ForwardSm90):
     """A warpgroup has 64 queries of the first pass's tile, and 64 keys of the second's."""
 
     name, source, differentiated = "backward_sm90", "backward_sm90", False
-    MOST_D = 128
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
-        return Tile(128, 64)
+        return Tile(128, 64 if max(shape.d, shape.d_v) <= 128 else 32)
 
     def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
-        return Tile(64, 128)
+        """Smaller where a score's slope keeps products, too."""
+        most = max(shape.d, shape.d_v)
+        fits = most <= 64 or (most <= 128 and not _is_costly(spec) and score_slopes(spec)[S] is ONE)
+        return Tile(64 if fits else 32, 128)
 
 
 def _is_costly(spec: Attention) -> bool:

@@ -56,6 +56,7 @@ from tilewise.kernels.cute.source.vocabulary import (
 )
 
 AT_ONCE = 8  # numbers of a row, 16 bytes
+BOTH_SUMS = 256  # columns of d_k and d_v that a warpgroup's registers have room for
 
 
 def stages_of(held, visited, build, element):
@@ -86,11 +87,17 @@ def launch(
 
     count = stages_of(by_key.k, by_key.q, build, q.element_type)
     layouts, maps, rows = mapped((q, d_out), by_key.q, count, (k, v), by_key.k, 1, build)
-    d_keys(*maps, *rows, *layouts, shift, delta, d_k, d_v, records_by_key, runs_by_key, arrays, scale, group,
-           build).launch(
-        grid=(records_by_key.shape[2], k.shape[1], records_by_key.shape[0]), block=threads_of(by_key.k),
-        min_blocks_per_mp=1, stream=stream,
-    )  # fmt: skip
+    for summed in cutlass.range_constexpr(len(sums_at_a_time(build))):
+        d_keys(*maps, *rows, *layouts, shift, delta, d_k, d_v, records_by_key, runs_by_key, arrays, scale, group,
+               build, sums_at_a_time(build)[summed]).launch(
+            grid=(records_by_key.shape[2], k.shape[1], records_by_key.shape[0]), block=threads_of(by_key.k),
+            min_blocks_per_mp=1, stream=stream,
+        )  # fmt: skip
+
+
+def sums_at_a_time(build):
+    """Gradients that a run of d_keys sums up: of k and v, or one after the other if registers have no room for both."""
+    return ("kv",) if build.depth + build.columns <= BOTH_SUMS else ("k", "v")
 
 
 def mapped(of_queries, tile_q, stages_q, of_keys, tile_k, stages_k, build):
@@ -299,6 +306,7 @@ def d_keys(
     v_tiles: cute.ComposedLayout,
     shift: cute.Tensor, delta: cute.Tensor, d_k: cute.Tensor, d_v: cute.Tensor,
     records: cute.Tensor, runs: cute.Tensor, arrays: tuple, scale: Float32, group: Int32, build: cutlass.Constexpr,
+    summed: cutlass.Constexpr,
 ):  # fmt: skip
     number, hk, b = cute.arch.block_idx()
     layouts = q_tiles, d_out_tiles, k_tiles, v_tiles
@@ -312,7 +320,7 @@ def d_keys(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume_queries(*tiles, *rings, warpgroup_number - 1, records, runs, number, b, hk, group, shift, delta, d_k,
-                        d_v, arrays, scale, build)  # fmt: skip
+                        d_v, arrays, scale, build, summed)  # fmt: skip
 
 
 @cute.jit
@@ -349,9 +357,10 @@ def produce_queries(
 @cute.jit
 def consume_queries(
     q_tile, d_out_tile, k_tile, v_tile, q_stages, d_out_stages, k_stages, v_stages, number, records, runs, block, b, hk,
-    group, shift, delta, d_k, d_v, arrays, scale, build: cutlass.Constexpr,
+    group, shift, delta, d_k, d_v, arrays, scale, build: cutlass.Constexpr, summed: cutlass.Constexpr,
 ):  # fmt: skip
     """A warpgroup: 64 rows of the key tile, of which a thread has two (and shares them with its quad)."""
+    of_k, of_v = "k" in summed, "v" in summed
     element, thread, size = q_tile.element_type, cute.arch.thread_idx()[0] - WARPGROUP, build.by_key
     scores, sums_v = products_sm90(element, size.k, size.q, build.columns)
     _, sums_k = products_sm90(element, size.k, size.q, build.depth)
@@ -393,9 +402,10 @@ def consume_queries(
                 # 2 s.T = k @ q.T, d_p.T = v @ d_out.T: keys down and queries across, as the sums want their weights
                 warpgroup.fence()
                 multiply(scores, s, k[None, None, None, 0], q[None, None, None, place_q.index], False)
-                multiply(scores, d_p, v[None, None, None, 0], d_o[None, None, None, place_o.index], False)
+                if cutlass.const_expr(of_k):
+                    multiply(scores, d_p, v[None, None, None, 0], d_o[None, None, None, place_o.index], False)
                 row_shift = left(shift, by_columns(at), here, b, h)
-                warpgroup.wait_group(1)
+                warpgroup.wait_group(1 if of_k else 0)
                 keep(product, s)
                 # 3 score
                 score(s, at, first_key, here, arrays, scale, build)
@@ -404,26 +414,29 @@ def consume_queries(
                     mask(s, at, first_key, here, arrays, build)
                 # 5 p, from the lse that forward saved
                 weigh(by_columns(s), row_shift, binary(scale, build))
-                narrow(p, s)
                 # 6 d_v += p.T @ d_out; d_score = p * (d_p - delta), d_s = d_score * slope, d_k += d_s.T @ q
-                warpgroup.fence()
-                multiply(sums_v, acc_v, p, d_o_summed[None, None, None, place_o.index], True)
-                row_delta = left(delta, by_columns(at), here, b, h)
-                warpgroup.wait_group(1)
-                differentiate(by_columns(s), by_columns(d_p), row_delta)
-                pass_on(s, product, at, first_key, here, arrays, scale, build)
-                narrow(d_s, s)
-                warpgroup.fence()
-                multiply(sums_k, acc_k, d_s, q_summed[None, None, None, place_q.index], True)
-                warpgroup.wait_group(1)
-                place_o.release()
+                if cutlass.const_expr(of_v):
+                    narrow(p, s)
+                    warpgroup.fence()
+                    multiply(sums_v, acc_v, p, d_o_summed[None, None, None, place_o.index], True)
+                if cutlass.const_expr(of_k):
+                    row_delta = left(delta, by_columns(at), here, b, h)
+                    warpgroup.wait_group(1 if of_v else 0)
+                    differentiate(by_columns(s), by_columns(d_p), row_delta)
+                    pass_on(s, product, at, first_key, here, arrays, scale, build)
+                    narrow(d_s, s)
+                    warpgroup.fence()
+                    multiply(sums_k, acc_k, d_s, q_summed[None, None, None, place_q.index], True)
                 warpgroup.wait_group(0)
+                place_o.release()
                 place_q.release()
 
     # 7 finish: d_k, of scores that were scaled, and d_v
     begin, count = work.k_begin + first_key, work.n_k - first_key
-    store(scaled(acc_k, scale), matrix(d_k, b, hk, begin), count, sums_k[0], thread, (size.k, build.depth))
-    store(acc_v, matrix(d_v, b, hk, begin), count, sums_v[0], thread, (size.k, build.columns))
+    if cutlass.const_expr(of_k):
+        store(scaled(acc_k, scale), matrix(d_k, b, hk, begin), count, sums_k[0], thread, (size.k, build.depth))
+    if cutlass.const_expr(of_v):
+        store(acc_v, matrix(d_v, b, hk, begin), count, sums_v[0], thread, (size.k, build.columns))
 
 
 def by_columns(fragment):
