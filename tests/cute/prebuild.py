@@ -25,7 +25,7 @@ from tilewise.kernels.cute import architecture, compiler, support
 from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.launch import chosen, is_aligned
 from tilewise.kernels.cute.projection import kernel_for
-from tilewise.kernels.cute.rungs import LADDER, SCALED
+from tilewise.kernels.cute.rungs import BACKWARD, LADDER, SCALED
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 from tilewise.validate import Call
@@ -63,6 +63,8 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
             if support.unsupported(call.spec, shape, rung, capability) is None:
                 taken = chosen(rung, False, q, k, v)
                 found[kernel_of(taken, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
+        if support.unsupported(call.spec, replace(shape, backward=True), None, capability) is None:
+            found[kernel_of(BACKWARD, call.spec, call.shape)] = None
     scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
     for x in (scaled, scaled.float()):
         call = validate.prepare(x, x, x, causal=True)

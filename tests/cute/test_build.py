@@ -245,6 +245,6 @@ def test_steps_of_dimensions_of_size_1_mean_nothing() -> None:
 
     x = torch.zeros(1, 1, 32, 64).as_strided((1, 1, 32, 64), (3, 5, 64, 1))
     assert launch.is_aligned(x)
-    assert launch._steps_in_order(x, 4).stride() == (4, 4, 64, 1)
+    assert launch.steps_in_order(x, 4).stride() == (4, 4, 64, 1)
     assert not launch.is_aligned(torch.zeros(1, 1, 32, 62))
     assert launch.as_kernels_take(np.array(True)).dtype == torch.uint8

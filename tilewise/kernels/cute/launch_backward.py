@@ -24,7 +24,7 @@ def backward(
     _check(d_out, q)
     shape = Shape.of(spec, q, k, v, backward=True)
     kernel = kernel_of(BACKWARD, spec, shape)
-    grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows = [_copied(x.detach()) for x in (q, k, v, saved.out, d_out)]
     lse = saved.lse.detach().contiguous()
     shift, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -32,10 +32,11 @@ def backward(
     assert kernel.by_key is not None
     plans = [*_plan(spec, shape, kernel.tile, q.device), *_plan(spec, shape, kernel.by_key, q.device, by_key=True)]
     loaded = tuple(map(as_kernels_take, loaded_on(spec, q.device))) or (lse.view(-1),)
-    given = (steps_in_order(x, kernel.vector) for x in (*rows, *grads))
-    library.kernel(kernel, arch)(*given, lse, d_lse, shift, delta, *plans, loaded, spec.scale)
+    given = (steps_in_order(x, kernel.vector) for x in (*rows, d_q, d_k, d_v))
+    if 0 not in (shape.batch, shape.heads):
+        library.kernel(kernel, arch)(*given, lse, d_lse, shift, delta, *plans, loaded, spec.scale)
     of_sinks = None if spec.sinks is None else d_sinks(tensor(spec.sinks, q.device), lse, delta)
-    return Grads(*grads, of_sinks)
+    return Grads(d_q, d_k, d_v, of_sinks)
 
 
 def _check(d_out: Any, q: Any) -> None:
