@@ -39,7 +39,17 @@ def by_query(
                     row_delta = left(delta, by_rows(at), work, b, h)
                     given = product, d_p, p, d_s
                     differentiated(
-                        given, by_rows, at, tile * size.k, runs[run, 2], work, row_shift, row_delta, arrays, scale, build
+                        given,
+                        by_rows,
+                        at,
+                        tile * size.k,
+                        runs[run, 2],
+                        work,
+                        row_shift,
+                        row_delta,
+                        arrays,
+                        scale,
+                        build,
                     )
 
 

@@ -36,7 +36,9 @@ SPECS = {
 }
 
 
-def _expected(spec: Attention, shape: Shape, product: np.ndarray, d_p: np.ndarray, shift: np.ndarray, delta: np.ndarray):
+def _expected(
+    spec: Attention, shape: Shape, product: np.ndarray, d_p: np.ndarray, shift: np.ndarray, delta: np.ndarray
+):
     """p and d_s, sequence by sequence."""
     p, d_s = np.zeros_like(product), np.zeros_like(product)
     for part, queries, keys in shape.sequences(spec.lengths):

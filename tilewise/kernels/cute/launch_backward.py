@@ -17,9 +17,7 @@ from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 
-def backward(
-    spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, arch: str
-) -> Grads:
+def backward(spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any, arch: str) -> Grads:
     """Gradients of sum(out * d_out) + sum(lse * d_lse), for (batch, heads, n, d) tensors of a GPU."""
     _check(d_out, q)
     shape = Shape.of(spec, q, k, v, backward=True)
