@@ -14,6 +14,7 @@ from tilewise.kernels.cute.source.backward_sm90 import (
     product_of_parts,
     weigh,
 )
+from tilewise.kernels.cute.source.forward_sm90 import store
 from tilewise.kernels.cute.source.tiles import PARTIAL, binary, mask, score, work_of
 from tilewise.kernels.cute.source.vocabulary import ELEMENTS, by_rows, products_sm90, transposed
 
@@ -86,7 +87,7 @@ def differentiated(
     """A thread's numbers of one tile, of given products; by_queries: how they are seen as (queries, keys)."""
     product, d_p, p, d_s = given
     s, here = (cute.make_rmem_tensor(at.shape, cutlass.Float32) for _ in range(2))
-    for i in cutlass.range_constexpr(cute.size(s)):
+    for i in cutlass.range(cute.size(s), unroll_full=True):
         query, key = work.q_begin + work.first + at[i][0], work.k_begin + first_key + at[i][1]
         s[i], here[i] = cutlass.Float32(0.0), cutlass.Float32(0.0)
         if (query < product.shape[0]) & (key < product.shape[1]):  # as the copy engine fills in
@@ -105,7 +106,7 @@ def differentiated(
 
 @cute.jit
 def write(to: cute.Tensor, numbers, at, first_key, work):
-    for i in cutlass.range_constexpr(cute.size(numbers)):
+    for i in cutlass.range(cute.size(numbers), unroll_full=True):
         query, key = work.first + at[i][0], first_key + at[i][1]
         if (query < work.n_q) & (key < work.n_k):
             to[work.q_begin + query, work.k_begin + key] = numbers[i]
@@ -117,3 +118,15 @@ def sums_of_parts(x: cute.Tensor, y: cute.Tensor, out: cute.Tensor):
     for row in cutlass.range(out.shape[0]):
         for part in cutlass.range(out.shape[1]):
             out[row, part] = product_of_parts(x[row, None], y[row, None], part)
+
+
+@cute.jit
+def stored(out: cute.Tensor, count: cutlass.Int32, size: cutlass.Constexpr):
+    """A product of that size, each number of which says where it is, by 256 * row + column."""
+    for thread in cutlass.range(size[0] // 64 * 128):
+        _, sums = products_sm90(BFLOAT16, size[0], 64, size[1])
+        at = sums[0].get_slice(thread).partition_C(cute.make_identity_tensor(size))
+        acc = cute.make_rmem_tensor(at.shape, cutlass.Float32)
+        for i in cutlass.range(cute.size(acc), unroll_full=True):
+            acc[i] = cutlass.Float32(256 * at[i][0] + at[i][1])
+        store(acc, out, count, sums[0], thread, size)

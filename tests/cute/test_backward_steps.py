@@ -96,6 +96,17 @@ def test_parts_of_rows_are_summed() -> None:
     np.testing.assert_allclose(out, (x * y).reshape(5, 3, 8).sum(-1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("columns", "count", "width"), [(64, 128, 64), (128, 77, 120), (256, 1, 192)])
+def test_sums_are_stored_where_they_belong(columns: int, count: int, width: int) -> None:
+    """And nothing is written beyond the last row and column."""
+    from tests.cute import backward_steps
+
+    out = np.full((128, width), -1, np.float32)
+    backward_steps.stored(_from(out), count, (128, columns))
+    row, column = np.ogrid[:128, :width]
+    assert np.array_equal(out, np.where(row < count, 256 * row + column, -1))
+
+
 @pytest.mark.parametrize("score", [None, tw.alibi(4), tw.bias(BIAS)], ids=["none", "alibi", "bias"])
 def test_a_slope_of_1_is_no_function(score: Expr | None) -> None:
     assert "def slope" not in modules.text(Attention(1.0, None, score), has_slope=True)

@@ -110,13 +110,23 @@ class BackwardSm90(ForwardSm90):
     name, source, differentiated = "backward_sm90", "backward_sm90", False
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
-        return Tile(128, 64 if max(shape.d, shape.d_v) <= 128 else 32)
+        most = max(shape.d, shape.d_v)
+        if most > 128:
+            return Tile(128, 32)
+        if _is_costly(spec) or _has_slope(spec):
+            return Tile(128, 64)
+        return Tile(128, 128 if most <= 64 and spec.score is None else 96)
 
     def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
         """Smaller where a score's slope keeps products, too."""
         most = max(shape.d, shape.d_v)
-        fits = most <= 64 or (most <= 128 and not _is_costly(spec) and score_slopes(spec)[S] is ONE)
+        fits = most <= 64 or (most <= 128 and not _is_costly(spec) and not _has_slope(spec))
         return Tile(64 if fits else 32, 128)
+
+
+def _has_slope(spec: Attention) -> bool:
+    """Whether products of q and k are kept beside their scores, for the derivative of those."""
+    return score_slopes(spec)[S] is not ONE
 
 
 def _is_costly(spec: Attention) -> bool:
