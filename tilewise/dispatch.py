@@ -120,7 +120,8 @@ NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
 DECODING = ("cpu", "numpy", "triton", "cuda", "cute")
-# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler; cute last.
+# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler,
+# and cute last.
 TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled", "cute")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 NAMED = (*NAMES, *ONLY_IF_NAMED, *_RUNGS)  # what a caller may name

@@ -4,17 +4,10 @@ CPU, in float32."""
 import cutlass
 import cutlass.cute as cute
 
-from tilewise.kernels.cute.source.backward_sm90 import (
-    by_columns,
-    differentiate,
-    keep,
-    left,
-    pass_on,
-    product_of,
-    product_of_parts,
-    weigh,
-)
+from tilewise.kernels.cute.source.d_keys_sm90 import by_columns, left
+from tilewise.kernels.cute.source.d_query_sm90 import product_of_parts
 from tilewise.kernels.cute.source.forward_sm90 import store
+from tilewise.kernels.cute.source.gradients_sm90 import differentiate, keep, pass_on, product_of, weigh
 from tilewise.kernels.cute.source.tiles import PARTIAL, binary, mask, score, work_of
 from tilewise.kernels.cute.source.vocabulary import ELEMENTS, by_rows, products_sm90, transposed
 
