@@ -297,3 +297,26 @@ def test_steps_of_dimensions_of_size_1_mean_nothing() -> None:
     assert launch.steps_in_order(x, 4).stride() == (4, 4, 64, 1)
     assert not launch.is_aligned(torch.zeros(1, 1, 32, 62))
     assert launch.as_kernels_take(np.array(True)).dtype == torch.uint8
+
+
+def test_what_the_backward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the compiler was told: eight arrays by rows, four of a number a row, the plan both ways round."""
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.cute import launch_backward
+    from tilewise.spec import Partial
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch_backward.library, "kernel", lambda kernel, arch: lambda *given: calls.append(given))
+    q, k = torch.zeros(2, 4, 100, 64).half(), torch.zeros(2, 2, 70, 64).half()
+    d_out, lse = torch.ones((), dtype=torch.float16).expand(q.shape), torch.zeros(2, 4, 100)
+    spec = Attention(0.1, tw.causal(), BIAS, sinks=torch.zeros(4))
+    grads = launch_backward.backward(spec, q, k, k, Partial(q, lse), d_out, None, "sm_90a")
+    assert [x.shape for x in (grads.q, grads.k, grads.v, grads.sinks)] == [q.shape, k.shape, k.shape, (4,)]
+    ((*given, arrays, scale),) = calls
+    assert [tuple(x.shape) for x in given[:8]] == [tuple(x.shape) for x in (q, k, k, q, q, q, k, k)]
+    assert all(x.stride(-1) == 1 and launch_backward.cannot_be_copied({"x": x}) is None for x in given[:8])
+    assert [(x.shape, x.dtype) for x in given[8:12]] == [(lse.shape, torch.float32)] * 4
+    by_query, runs, by_key, runs_by_key = given[12:]
+    assert by_query.shape == (2, 4, 1, 14) and by_key.shape == (2, 4, 1, 14), "for every query head"
+    assert runs.shape[1] == runs_by_key.shape[1] == 3
+    assert len(arrays) == 1 and scale == 0.1
