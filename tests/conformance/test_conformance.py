@@ -85,7 +85,9 @@ def test_forward_on_a_gpu(name: str, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ["triton", "cuda/tiled", "cuda/forward_sm90", "cuda/unordered", "tilelang"])
+@pytest.mark.parametrize(
+    "name", ["triton", "cuda/tiled", "cuda/forward_sm90", "cuda/unordered", "cute/forward_sm90", "tilelang"]
+)
 def test_backward_on_a_gpu(name: str, case: Case) -> None:
     kernel = _kernel(name, case, backward=True, device="cuda:0")
     for tile in (None, Tile(32, 48)) if kernel is not None else ():
