@@ -114,7 +114,7 @@ SYSTEMS = (
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", (*_CUDA_RUNGS, "unordered")),
     System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
-    System("cute", "tilewise.kernels.cute", "CuteKernel", _CUTE_RUNGS, only_if_named=True),
+    System("cute", "tilewise.kernels.cute", "CuteKernel", _CUTE_RUNGS),
     System("tilelang", "tilewise.kernels.tilelang", "TileLangKernel", ("simple",), only_if_named=True),
     System("tilelang-c", "tilewise.kernels.tilelang", "TileLangCKernel", ("simple",), only_if_named=True),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
@@ -122,9 +122,10 @@ SYSTEMS = (
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
-DECODING = ("cpu", "numpy", "triton", "cuda")
-# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler.
-TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled")
+DECODING = ("cpu", "numpy", "triton", "cuda", "cute")
+# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler,
+# and what was built ahead of time.
+TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled", "cute")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 NAMED = (*NAMES, *ONLY_IF_NAMED, *_RUNGS)  # what a caller may name
 

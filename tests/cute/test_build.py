@@ -257,8 +257,8 @@ def test_the_fastest_is_taken_that_can() -> None:
     assert support.suited(Shape(1, 4, 2, 9, 9, 64, 64, "float32", "cuda:0"), HOPPER).name == "basic"
 
 
-def test_auto_does_not_take_cute() -> None:
-    assert "cute" in dispatch.ONLY_IF_NAMED and "cute" not in dispatch.DECODING
+def test_auto_comes_to_cute_last() -> None:
+    assert {names[-1] for names in (dispatch.NAMES, dispatch.DECODING, dispatch.TRAINING)} == {"cute"}
 
 
 def test_without_a_compiler_only_what_was_built_is_supported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
