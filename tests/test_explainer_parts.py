@@ -1,0 +1,108 @@
+"""What the explainer shows beside the steps: formulas, generated code, sources by step, places in a GPU's memory."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tests.expressions import Expressions
+from tilewise import dispatch
+from tilewise.explainer import generated, places, sources
+from tilewise.explainer.formula import LATEX, MATHML
+from tilewise.expr import Loaded
+from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import nodes
+
+SPEC = Attention(1.0, tw.causal() & tw.window(5), tw.softcap(30.0) >> tw.alibi(2))
+
+
+def test_formulas() -> None:
+    p = "Q + \\left(N_{K} - N_{Q}\\right)"
+    assert LATEX.write(tw.causal()) == f"K \\le {p}"
+    assert LATEX.write(tw.softcap(30.0)) == "30 \\cdot \\tanh\\left(\\frac{S}{30}\\right)"
+    assert LATEX.write((tw.S + 1.0) * -2.0) == "\\left(S + 1\\right) \\cdot \\left(-2\\right)"
+    assert LATEX.write(tw.where(tw.K < 3, tw.S, -tw.S)).startswith("\\begin{cases} S & K < 3")
+    assert "a_{0}[H]" in str(LATEX.write(tw.alibi(4)))
+    assert "¬" in str(MATHML.write(~tw.causal()))
+
+
+def test_every_operation_has_a_formula_and_mathml_is_well_formed() -> None:
+    arrays = {"int": np.arange(3), "float": np.ones(3), "bool": np.ones(3, bool)}
+    written = set()
+    for seed in range(300):
+        draw = Expressions(random.Random(seed).randrange, lambda kind: Loaded(arrays[kind]))
+        expr = draw.condition(3) if seed % 2 else draw.number(3, scores=True)
+        mathml = MATHML.write(expr)
+        if mathml is not None:
+            written |= {node.op for node in nodes(expr)}
+            ElementTree.fromstring(mathml)
+            assert str(LATEX.write(expr)).count("{") == str(LATEX.write(expr)).count("}")
+    assert written >= set(numpy_ops(np.float64))
+
+
+def test_a_formula_that_no_one_would_read_is_left_out() -> None:
+    long = tw.S
+    for _ in range(9):
+        long = long * long
+    assert MATHML.write(long) is None
+
+
+def test_the_gradient_is_among_the_formulas() -> None:
+    names = [part["name"] for part in generated.formulas(SPEC)]
+    assert names == ["mask", "score", "d score / d S", "d score / d load(a0, H)"]
+
+
+def test_every_kernel_system_has_its_code() -> None:
+    made = generated.code(SPEC)
+    real = [system.name for system in dispatch.SYSTEMS if system.name != "cuda-sim"]
+    assert sorted(made) == sorted(real)
+    assert "tanh(S / 30.0)" in made["numpy"]
+    assert re.search(r"r\d+ +tanh +r\d+ +; everywhere", made["cpu"])
+    assert "hyperbolic_tangent" in made["cuda"] and "float slope(" in made["cuda"]
+    assert "@triton.jit\ndef slope(" in made["triton"]
+    assert "def score(" in made["cute"] and "slope" not in made["cute"]
+    assert len(set(generated.code(Attention(1.0)).values())) == 1
+
+
+@pytest.mark.parametrize("name", sources.FILES)
+def test_sources_are_the_files_whole_and_in_order(name: str) -> None:
+    made = sources.sections(name)
+    kernels = Path(tw.__file__).with_name("kernels")
+    for file in sources.FILES[name]:
+        path = kernels / file
+        lines = path.read_text().splitlines()
+        seen: list[str] = []
+        for section in (x for x in made if x.file == path.name):
+            text = section.text.splitlines()
+            assert lines[section.line - 1 : section.line - 1 + len(text)] == text
+            seen += [line for line in text if line.strip()]
+        assert seen == [line for line in lines if line.strip()]
+    assert {"1", "2", "3", "4", "5", "6", "7"} <= {section.step for section in made}
+
+
+@pytest.mark.parametrize("tile", [Tile(64, 64), Tile(16, 8), Tile(128, 128)], ids=str)
+@pytest.mark.parametrize("d", [16, 64, 128])
+def test_buffers_in_shared_memory_add_up_to_what_a_block_asks_for(tile: Tile, d: int) -> None:
+    shape = Shape(1, 1, 1, 256, 256, d, d)
+    made = places.placements(Attention(1.0), shape, tile)
+    assert [x.kernel for x in made] == ["cuda/tiled", "cuda/forward_sm90"]
+    for placement in made:
+        assert sum(b.shared * b.count for b in placement.buffers) + placement.around == placement.shared
+        assert all(len(b.places) == 7 for b in placement.buffers)
+
+
+def test_numpy_is_enough() -> None:
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'cutlass', 'matplotlib')))\n"
+        "from tilewise.explainer import generated, places, record, sources"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,71 @@
+"""What becomes of a variant: its formulas, its gradient, and the code that each kernel system makes of it."""
+
+from __future__ import annotations
+
+from tilewise.derivative import derivative
+from tilewise.explainer.formula import LATEX, MATHML
+from tilewise.expr import Expr, S
+from tilewise.kernels.cpu import ops as cpu
+from tilewise.kernels.cuda import ops as cuda
+from tilewise.kernels.cute import ops as cute
+from tilewise.kernels.triton import ops as triton
+from tilewise.spec import Attention
+from tilewise.text import to_text
+from tilewise.walking import loads, nodes
+
+SYSTEMS = ("numpy", "cpu", "cuda", "triton", "cute")
+MOST_READS = 4  # whose slopes are shown
+
+
+def parts(spec: Attention) -> dict[str, Expr]:
+    """The variant's expressions by what they are: the mask, the score, and the score's slopes."""
+    made = _given({"mask": spec.mask, "score": S if spec.score is None else spec.score})
+    made["d score / d S"] = derivative(made["score"], S)
+    reads = [node for node in nodes(made["score"]) if node.op == "load" and node.kind == "float"]
+    return {**made, **{f"d score / d {to_text(read)}": derivative(made["score"], read) for read in reads[:MOST_READS]}}
+
+
+def formulas(spec: Attention) -> list[dict[str, str | None]]:
+    """Each part as text, which can be parsed again, as LaTeX and as MathML."""
+    return [
+        {"name": name, "text": to_text(expr), "latex": LATEX.write(expr), "mathml": MATHML.write(expr)}
+        for name, expr in parts(spec).items()
+    ]
+
+
+def code(spec: Attention) -> dict[str, str]:
+    """By kernel system, what its op table makes of the variant, and of the slope that a backward pass multiplies by."""
+    slope = None if spec.score is None else derivative(spec.score, S)
+    forward = _given({"score": spec.score, "mask": spec.mask})
+    both = {**forward, **_given({"slope": slope})}
+    slots = loads(*both.values())
+    if not both:
+        return dict.fromkeys(SYSTEMS, "No mask and no score: kernels leave steps 3 and 4 out.")
+    return {
+        "numpy": "\n".join(f"{name} = {to_text(expr)}" for name, expr in both.items()),
+        "cpu": "\n\n".join(f"{name}:\n{_assembly(expr)}" for name, expr in both.items()),
+        "cuda": cuda.variant(spec.mask, spec.score, slope).text,
+        "triton": "\n\n".join(triton.function(name, expr, slots) for name, expr in both.items()),
+        "cute": "\n\n".join(cute.function(name, expr, slots) for name, expr in forward.items()),  # no backward yet
+    }
+
+
+def _given(named: dict[str, Expr | None]) -> dict[str, Expr]:
+    return {name: expr for name, expr in named.items() if expr is not None}
+
+
+def _assembly(expr: Expr) -> str:
+    """The engine's bytecode, an instruction a line: its register, the operation, and where its value varies."""
+    made = cpu.bytecode(expr)
+    lines = []
+    for number, instruction in enumerate(made.code):
+        op = cpu.OPS[instruction.op]
+        operands = [f"r{instruction.args[i]}" for i in range(instruction.n_args)]
+        named = {"const": f"{instruction.value:g}", "load": f"a{instruction.slot}"}
+        if op == "var":
+            operands = [cpu.VARIABLES[instruction.slot]]
+        elif op in named:
+            operands.insert(0, named[op])
+        place = cpu.Place(instruction.place).name or ""
+        lines.append(f"  r{number:<3} {op:8} {', '.join(operands):16} ; {place.lower().replace('_', ' ')}")
+    return "\n".join(lines)
