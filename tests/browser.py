@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,15 @@ def program() -> str | None:
     return next((found for name in PROGRAMS if (found := shutil.which(name))), None)
 
 
+def _pipe() -> tuple[int, int]:
+    """Whose ends are not among the numbers that the browser is to find them at."""
+    low = os.pipe()
+    read, write = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low)
+    for end in low:
+        os.close(end)
+    return read, write
+
+
 class Browser:
     """One page in one browser. `errors` are what its console would show in red, `requests` what it asked for."""
 
@@ -37,14 +47,13 @@ class Browser:
         self._session: str | None = None  # until the page is there
         self._number = 0
         self._unread = b""
-        read, self._to = os.pipe()
-        self._from, write = os.pipe()
-        # The browser reads its orders from 3 and answers to 4.
-        script = f'exec "$0" "$@" 3<&{read} 4>&{write}'
-        command = ["sh", "-c", script, str(program()), *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
-        self._process = subprocess.Popen(
-            command, pass_fds=(read, write), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        read, self._to = _pipe()
+        self._from, write = _pipe()
+        command = [str(program()), *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
+        # It reads its orders from 3 and answers to 4; what it says of itself is of no interest.
+        places = [(os.POSIX_SPAWN_DUP2, read, 3), (os.POSIX_SPAWN_DUP2, write, 4)]
+        places += [(os.POSIX_SPAWN_OPEN, at, os.devnull, os.O_WRONLY, 0) for at in (1, 2)]  # type: ignore[misc]
+        self._process = os.posix_spawn(command[0], command, os.environ, file_actions=places)
         os.close(read)
         os.close(write)
         target = self._send("Target.createTarget", url="about:blank")["targetId"]
@@ -57,11 +66,13 @@ class Browser:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         os.close(self._to)  # which ends it
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end = time.monotonic() + 10
+        while os.waitpid(self._process, os.WNOHANG) == (0, 0):
+            if time.monotonic() > end:
+                os.kill(self._process, signal.SIGKILL)
+                os.waitpid(self._process, 0)
+                break
+            time.sleep(0.05)
         os.close(self._from)
 
     # -- what a test does ---------------------------------------------------------------------------------------------
@@ -92,6 +103,18 @@ class Browser:
 
     def click(self, selector: str) -> None:
         self.value(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def point(self, x: float, y: float) -> None:
+        """Click with the mouse at a place of the window."""
+        for kind in ("mousePressed", "mouseReleased"):
+            self._send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    def choose(self, selector: str, value: Any, event: str = "change") -> None:
+        """A value of a control, as if a user had chosen it."""
+        script = "((e, value, event) => { e.value = value; e.dispatchEvent(new Event(event, {bubbles: true})); })"
+        self.value(
+            f"{script}(document.querySelector({json.dumps(selector)}), {json.dumps(value)}, {json.dumps(event)})"
+        )
 
     def screenshot(self, to: Path, whole: bool = True) -> None:
         told = self._send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)

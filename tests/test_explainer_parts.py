@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.cuda.test_ops import needs_compiler
 from tests.expressions import Expressions
 from tilewise import dispatch
-from tilewise.explainer import generated, places, sources
+from tilewise.explainer import generated, places, sources, timeline
 from tilewise.explainer.formula import LATEX, MATHML
 from tilewise.expr import Loaded
 from tilewise.kernels.numpy.ops import numpy_ops
@@ -106,3 +107,27 @@ def test_numpy_is_enough() -> None:
         "from tilewise.explainer import generated, places, record, sources"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@needs_compiler
+def test_the_timeline_has_every_role_and_each_product() -> None:
+    made = timeline.timeline(Attention(0.25, tw.causal()), Shape(1, 1, 1, 256, 256, 16, 16), Tile(128, 64))
+    roles = [
+        "scheduler",
+        "loader",
+        "copy engine",
+        *(x for i in (1, 2) for x in (f"consumer {i}", f"products of consumer {i}")),
+    ]
+    assert made["roles"] == roles
+    spans = made["spans"]
+    assert all(span.start <= span.end for span in spans)
+    labels = {span.label for span in spans}
+    assert {
+        "2 s = q @ k.T",
+        "6 acc = acc * rescale + p @ v",
+        "waits for q_full",
+        "copies a tile for k_full[0]",
+    } <= labels
+    for i in (1, 2):
+        steps = [span.step for span in spans if span.role == f"products of consumer {i}"]
+        assert steps.count("2") == steps.count("6") > 0, "each tile's p @ v follows its q @ k.T"

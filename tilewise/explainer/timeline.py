@@ -19,7 +19,9 @@ MOST_SCORES = 1 << 18  # of a call that is simulated: a second or two
 MOST_SPANS = 900
 COPIES = "copy engine"
 _BARRIERS_AT = 1008  # bytes that simulated shared memory is off the kernel's alignment by
-_ITEMS, _FIRST_ITEM = 4, 3  # as in sm90.h; the number of the first item's named barrier
+_ITEMS = 4  # as in sm90.h
+
+Names = dict[int, str]  # of what is waited for, by its number
 
 
 class Span(NamedTuple):
@@ -48,8 +50,9 @@ def timeline(spec: Attention, shape: Shape, tile: Tile, seed: int = 0) -> dict[s
     q, k, v = (rng.standard_normal((1, shape.heads, n, shape.d)).astype(np.float16) for n in lengths)
     kernel.forward(spec, q, k, v, tile)
     rung = ForwardSm90()
-    constants = rung.constants(rung.fitting(tile, half), half)
-    names = _barriers(constants["STAGES"], constants["SHARED_BYTES"] - rung.AROUND)
+    fitting = rung.fitting(tile, half)
+    constants = rung.constants(fitting, half)
+    names = _names(fitting.q // 64, constants["STAGES"], constants["SHARED_BYTES"] - rung.AROUND)
     made = sorted(spans([event for event in trace if event.block == 0], names), key=lambda span: span.start)
     shown = made[:MOST_SPANS]
     end = max(span.start for span in shown)
@@ -57,7 +60,7 @@ def timeline(spec: Attention, shape: Shape, tile: Tile, seed: int = 0) -> dict[s
     return {"spans": cut, "roles": _roles(made), "cut": len(made) > len(shown)}
 
 
-def spans(trace: Iterable[Event], names: dict[int, str]) -> Iterator[Span]:
+def spans(trace: Iterable[Event], names: Names) -> Iterator[Span]:
     """Each beginning with its end. Lanes that meet within a warp are left out: that is how warps work, no waiting."""
     issued: dict[tuple[Did, int], deque[Event]] = defaultdict(deque)
     since: dict[int, int] = {}
@@ -73,7 +76,7 @@ def spans(trace: Iterable[Event], names: dict[int, str]) -> Iterator[Span]:
             issued[Did.WAITS, event.warp].append(event)
         elif event.did == Did.GOES_ON:
             first = issued[Did.WAITS, event.warp].popleft()
-            yield Span(role, "waits", first.round, event.round, f"waits for {_waited_for(event, names)}")
+            yield Span(role, "waits", first.round, event.round, f"waits for {names.get(event.number, event.what)}")
             since[event.warp] = event.round
         elif event.did == Did.COPY_ISSUED:
             issued[event.did, event.number].append(event)
@@ -105,19 +108,13 @@ def _roles(made: list[Span]) -> list[str]:
     return [role for role in ordered if role in found]
 
 
-def _waited_for(event: Event, names: dict[int, str]) -> str:
-    if event.what.startswith("the mbarrier"):
-        return names.get(event.number, "a barrier")
-    if event.what == "named barrier":  # as in forward_sm90.cu and sm90.h
-        return "its turn" if event.number < _FIRST_ITEM else "an item to be done with"
-    return event.what
-
-
-def _barriers(stages: int, begin: int) -> dict[int, str]:
-    """The names of sm90.h's barriers, by the byte that the simulator calls them."""
+def _names(warpgroups: int, stages: int, begin: int) -> Names:
+    """As in sm90.h: mbarriers by the byte that the simulator calls them, named ones by their number."""
     rings = [f"{name}[{i}]" for name in ("k_full", "k_free", "v_full", "v_free") for i in range(stages)]
-    names = ["q_full", "q_free", "v_tail", "item_begun", *rings, *(f"item_full[{i}]" for i in range(_ITEMS))]
-    return {_BARRIERS_AT + begin + 8 * i: name for i, name in enumerate(names)}
+    mbarriers = ["q_full", "q_free", "v_tail", "item_begun", *rings, *(f"item_full[{i}]" for i in range(_ITEMS))]
+    turns = dict.fromkeys(range(1, warpgroups + 1), "its turn")
+    free = {warpgroups + 1 + i: f"item {i} to be free" for i in range(_ITEMS)}
+    return {_BARRIERS_AT + begin + 8 * i: name for i, name in enumerate(mbarriers)} | turns | free
 
 
 def _step_of(event: Event) -> str:

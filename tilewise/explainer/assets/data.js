@@ -53,7 +53,7 @@ function written(x) {
   if (Number.isNaN(x)) return "NaN";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   const size = Math.abs(x);
-  const text = size !== 0 && (size < 5e-4 || size >= 1e5) ? x.toExponential(2) : x.toFixed(3);
+  const text = size !== 0 && (size < 5e-4 || size >= 1e5) ? x.toExponential(2) : x.toFixed(size < 1e4 ? 3 : 0);
   return text.replace("-", "−");
 }
 

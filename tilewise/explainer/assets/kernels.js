@@ -49,10 +49,19 @@ function showPlaces() {
   byId("places-note").textContent = skipped ? "This tile is skipped: the block keeps what it has, and loads nothing."
     : `A block of ${chosen.kernel} with a tile of ${chosen.tile.q} × ${chosen.tile.k}, ${chosen.dtype}: ${inBytes(chosen.shared)} of shared memory. Steps as in the sources below; → is a move.`;
   const rows = chosen.buffers.map((buffer) => tableRow(`${buffer.name}${numbered[buffer.of]}`,
-    ...buffer.places.map((path) => element("td", { class: `place ${path.length ? path[path.length - 1] : "none"}` }, path.map((name) => name === "registers" ? "regs" : name).join(" → ") || "·")),
-    element("td", {}, sizeOf(buffer))));
-  byId("buffers").classList.toggle("skipped", skipped);
+    ...(skipped ? whileSkipped(buffer) : buffer.places).map(placeCell), element("td", {}, sizeOf(buffer))));
   byId("buffers").replaceChildren(headerRow("buffer", "1", "2", "3", "4", "5", "6", "7", "bytes"), element("tbody", {}, ...rows));
+}
+
+function placeCell(path) {
+  const text = path.map((name) => (name === "registers" ? "regs" : name)).join(" → ");
+  return element("td", { class: `place ${path.length ? path[path.length - 1] : "none"}` }, text || "·");
+}
+
+// What belongs to the query tile stays where it is between two key tiles; the rest is not there.
+function whileSkipped(buffer) {
+  const between = buffer.of === "query" ? buffer.places[3] : [];
+  return buffer.places.map(() => between);
 }
 
 function sizeOf(buffer) {

@@ -2,21 +2,23 @@
 
 const MARGIN = { left: 62, right: 10, top: 10, bottom: 20 };
 
-// lines: [{ name, values, class }], one value a step; those up to now are drawn strong.
+// lines: [{ class, values, held }], one value a step; those up to now are drawn strong.
 function chart(svg, height, most, lines) {
   const width = Math.max(svg.parentElement.clientWidth - 2, 200), count = steps().length;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("height", height);
   const x = (at) => MARGIN.left + ((width - MARGIN.left - MARGIN.right) * (at + 1)) / count;
   const y = (value) => height - MARGIN.bottom - ((height - MARGIN.bottom - MARGIN.top) * value) / most;
-  const points = (values, to) => [[x(-1), y(0)], ...values.slice(0, to + 1).map((value, at) => [x(at), y(value)])].map((p) => p.map((n) => n.toFixed(1)).join(",")).join(" ");
+  // A sum grows within a step; what is in use is so from its beginning to its end.
+  const corners = (line, to) => line.values.slice(0, to + 1).flatMap((value, at) => (line.held ? [[x(at - 1), y(value)], [x(at), y(value)]] : [[x(at), y(value)]]));
+  const points = (line, to) => [[x(-1), y(0)], ...corners(line, to)].map((p) => p.map((n) => n.toFixed(1)).join(",")).join(" ");
   const ticks = [0, most / 2, most].flatMap((value) => [
     element("line", { class: "tick", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(value), y2: y(value) }),
     element("text", { x: MARGIN.left - 6, y: y(value) + 4, "text-anchor": "end" }, inBytes(Math.round(value))),
   ]);
   const drawn = lines.flatMap((line) => [
-    element("polyline", { class: `to-come ${line.class}`, points: points(line.values, count) }),
-    element("polyline", { class: line.class, points: points(line.values, view.at) }),
+    element("polyline", { class: `to-come ${line.class}`, points: points(line, count) }),
+    element("polyline", { class: line.class, points: points(line, view.at) }),
   ]);
   const cursor = element("line", { class: "cursor", x1: x(view.at), x2: x(view.at), y1: MARGIN.top, y2: height - MARGIN.bottom });
   const label = element("text", { x: width - MARGIN.right, y: height - 5, "text-anchor": "end" }, "steps →");
@@ -38,6 +40,6 @@ function showMemory() {
     line("tile by tile", "tiled", now.tiled, alone ? plan.tiled : total(last.tiled)), line("naive", "naive", now.naive, alone ? plan.naive : total(last.naive))));
   const saved = total(now.naive) / Math.max(total(now.tiled), 1);
   byId("memory-note").textContent = `Numbers are ${call().dtype}. Naive attention stores n × n scores and reads them again, then the same with weights: ${saved.toFixed(1)} times the bytes so far.`;
-  chart(byId("chip"), 190, Math.max(plan.onChip, 1), [{ class: "tiled", values: steps().map((step) => step.onChip) }]);
+  chart(byId("chip"), 190, Math.max(plan.onChip, 1), [{ class: "tiled", held: true, values: steps().map((step) => step.onChip) }]);
   byId("chip-note").textContent = `${inBytes(now.onChip)} in use; a whole tile's work takes ${inBytes(plan.onChip)}, however long the sequence. The full matrix would take ${inBytes(plan.matrix)}.`;
 }

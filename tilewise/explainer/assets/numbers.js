@@ -3,8 +3,8 @@
 const COLUMNS = 4; // of acc that are shown
 
 function showState() {
-  const { i, kind } = stepNow(), at = lastWithNumbers(), shown = Math.min(COLUMNS, call().dV);
-  const fresh = at === view.at, bare = !view.subtracts;
+  const { i, kind } = stepNow(), at = lastWithNumbers(), bare = !view.subtracts;
+  const fresh = at === view.at, shown = Math.min(bare ? COLUMNS - 1 : COLUMNS, call().dV);
   const names = ["query", "row_max", "rescale", "row_sum", ...(bare ? ["Σ exp(s)"] : []), ...Array.from({ length: shown }, (_, c) => `acc[${c}]`)];
   const rows = [];
   for (let r = 0; r < queriesOf(i).count; r++) rows.push(stateRow(r, at, fresh, shown, bare));
@@ -57,8 +57,8 @@ function showSoftmax() {
   const ours = numbers === null ? { largest: -Infinity, sum: 0 } : { largest: numbers.rowMax[view.row], sum: numbers.rowSum[view.row] };
   const out = (c) => (ours.sum === 0 ? 0 : numbers.acc[view.row * dV + c] / ours.sum);
   const compared = [["row_max", ours.largest, plain.largest], ["row_sum", ours.sum, plain.sum]];
-  for (let c = 0; c < Math.min(COLUMNS, dV); c++) compared.push([`out[${c}] = acc / row_sum`, out(c), plain.out[c]]);
-  byId("compare").replaceChildren(headerRow("", "tile by tile", "plain softmax so far", "difference"), element("tbody", {},
+  for (let c = 0; c < Math.min(COLUMNS, dV); c++) compared.push([`acc[${c}] / row_sum`, out(c), plain.out[c]]);
+  byId("compare").replaceChildren(headerRow("", "tile by tile", "plain", "difference"), element("tbody", {},
     ...compared.map(([name, a, b]) => tableRow(name, numberCell(a), numberCell(b), element("td", {}, a === b ? "0" : Math.abs(a - b).toExponential(0))))));
   drawWeights(plain.weights);
 }

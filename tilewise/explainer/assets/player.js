@@ -128,6 +128,7 @@ function begin() {
   byId("speed").addEventListener("change", () => timer !== null && (pause(), play()));
   byId("running-max").addEventListener("change", (event) => { view.subtracts = event.target.checked; render(); });
   byId("bare-type").addEventListener("change", (event) => { view.type = event.target.value; render(); });
+  byId("find-overflow").addEventListener("click", () => go(firstOverflow()));
   byId("placement").addEventListener("change", showPlaces);
   for (const side of ["left", "right"]) byId(side).addEventListener("change", showSources);
   byId("grid").addEventListener("click", (event) => { const at = tileAt(event); if (at >= 0) go(at); });

@@ -71,6 +71,7 @@ function readCell(event) {
 function showOverflow() {
   const numbers = numbersOf(view.at), at = lastWithNumbers(), text = byId("overflow");
   text.classList.toggle("alarmed", false);
+  byId("find-overflow").hidden = view.subtracts || firstOverflow() < 0;
   if (view.subtracts) {
     text.textContent = "Every exponent is s − row_max, at most 0: no weight is larger than 1, whatever the scores. Turn it off to see what happens without.";
     return;
@@ -81,5 +82,9 @@ function showOverflow() {
   text.classList.toggle("alarmed", lost > 0);
   text.textContent = `Without it ${cells} of this tile's exponentials are beyond ${view.type}'s largest number, ${written(LARGEST[view.type])}. ` +
     (lost > 0 ? `So far ${lost} of ${sums.length} rows have a sum of ∞: their output would be ∞ / ∞ = NaN.`
-      : `So far all row sums of this query tile fit: try other tiles, or a larger --magnitude.`);
+      : firstOverflow() < 0 ? "Here none ever does: the scores are small. A larger --magnitude makes them large."
+        : "So far all row sums of this query tile fit.");
 }
+
+const isLost = (at) => numbersOf(at)?.bare[view.type].some((x) => x === Infinity) ?? false;
+const firstOverflow = () => steps().findIndex((_, at) => isLost(at));
