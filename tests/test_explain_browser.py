@@ -129,10 +129,8 @@ def test_keys_buttons_and_the_mouse(browser: Browser) -> None:
         assert _status(browser).startswith(f"Step {step} of 18")
     browser.press("ArrowDown")
     assert browser.value("document.getElementById('row-name').textContent") == "1"
-    left, top, width, height = browser.value(
-        "(({left, top, width, height}) => [left, top, width, height])(document.getElementById('grid').getBoundingClientRect())"
-    )
-    browser.point(left + width * 0.5, top + height * 0.6)
+    box = browser.value("document.getElementById('grid').getBoundingClientRect().toJSON()")
+    browser.point(box["left"] + box["width"] * 0.5, box["top"] + box["height"] * 0.6)
     assert "query tile 3, key tile 1" in _status(browser)
 
 
