@@ -25,6 +25,7 @@ class Buffer:
     places: tuple[tuple[str, ...], ...]
     shared: int = 0  # bytes
     registers: int = 0
+    shares: str = ""  # the buffer whose place in shared memory it takes
     count: int = 1  # such buffers in shared memory: the stages of a ring
 
 
@@ -55,7 +56,7 @@ def _of_tiled(shape: Shape, tile: Tile) -> Placement:
         Buffer("k", "key", _path("G G>S G G G G -"), shared=keys * (_TILED.SLICE + 4) * _WIDE),
         Buffer("s", "", _path("- R R R R - -"), registers=rows * keys * _WIDE),
         Buffer("p", "", _path("- - - - R>S S -"), shared=rows * (keys + 4) * _WIDE),
-        Buffer("v", "key", _path("G G G G G G>S -")),  # where k's slice was
+        Buffer("v", "key", _path("G G G G G G>S -"), shares="k's slice"),
         Buffer("row_max, row_sum", "query", _path("R R R R R R R"), registers=2 * rows * _WIDE),
         Buffer("acc", "query", _path("R R R R R R R>G"), registers=rows * up(shape.d_v, _TILED.SLICE) * _WIDE),
     )
@@ -72,11 +73,11 @@ def _of_hopper(shape: Shape, tile: Tile) -> Placement:
     buffers = (
         Buffer("q", "query", _path(q_path), tile.q * parts(shape.d) * 128, q_registers),
         Buffer("k", "key", _path("G>S S S S S - -"), shared=k_bytes, count=stages),
-        Buffer("k", "next key", _path("G G>S G>S G>S S S -")),
+        Buffer("k", "next key", _path("G G>S G>S G>S S S -"), shares="the ring of k"),
         Buffer("s", "", _path("- R R R R - -"), registers=tile.q * tile.k * _WIDE),
         Buffer("p", "", _path("- - - - R R -"), registers=tile.q * tile.k * 2),
         Buffer("v", "key", _path("G>S S S S S S -"), shared=v_bytes, count=stages),
-        Buffer("v", "next key", _path("G G G>S G>S G>S S -")),
+        Buffer("v", "next key", _path("G G G>S G>S G>S S -"), shares="the ring of v"),
         Buffer("row_max, row_sum", "query", _path("R R R R R R R"), registers=2 * tile.q * _WIDE),
         Buffer("acc", "query", _path("R R R R R R R>G"), registers=tile.q * up(shape.d_v, 16) * _WIDE),
     )

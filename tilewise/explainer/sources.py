@@ -21,7 +21,7 @@ STEPS = {
     "7": "finish: acc / row_sum, lse",
 }
 FILES = {
-    "numpy": ("numpy/forward.py",),
+    "numpy": ("numpy/forward.py", "../softmax.py"),
     "cpu": ("cpu/engine/forward.h",),
     "cuda/naive": ("cuda/source/naive.cu",),
     "cuda/tiled": ("cuda/source/tiled.cu",),

@@ -19,7 +19,7 @@ function buildGrid() {
       }
   });
   paint(byId("grid"), nQ, nK, (at) => colours[kinds[at]]);
-  byId("map").style.setProperty("--ratio", nK / nQ);
+  byId("map").style.setProperty("--ratio", Math.min(Math.max(nK / nQ, 0.6), 6)); // one query is a band, not a hair
   buildGridMarks();
   const count = (kind) => steps().filter((step) => step.kind === kind).length;
   byId("kinds").replaceChildren(...Object.entries(KINDS).map(([kind, meaning]) =>
@@ -46,8 +46,9 @@ function place(id, x, y, width, height) {
 function showGrid() {
   const { nQ, nK } = call(), { i, j, kind } = stepNow();
   const queries = queriesOf(i), keys = keysOf(j), end = keys.first + keys.count;
+  // Half a score more, or the edge of the last row would shine through.
   place("veil-row", end, queries.first, nK - end, queries.count);
-  place("veil-below", 0, queries.first + queries.count, nK, nQ - queries.first - queries.count);
+  place("veil-below", 0, queries.first + queries.count, nK, nQ - queries.first - queries.count + 0.5);
   place("here", keys.first, queries.first, keys.count, queries.count);
   byId("grid").setAttribute("aria-label", `The grid of tiles; at query tile ${i}, key tile ${j}, which is ${kind}`);
 }

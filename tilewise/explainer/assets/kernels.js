@@ -47,7 +47,7 @@ function showPlaces() {
   const numbered = { query: `[${i}]`, key: `[${j}]`, "next key": `[${j + 1}]`, "": "" };
   const skipped = kind === "EMPTY";
   byId("places-note").textContent = skipped ? "This tile is skipped: the block keeps what it has, and loads nothing."
-    : `A block of ${chosen.kernel} with a tile of ${chosen.tile.q} × ${chosen.tile.k}, ${chosen.dtype}: ${inBytes(chosen.shared)} of shared memory. Steps as in the sources below; → is a move.`;
+    : `A block of ${chosen.kernel} with a tile of ${chosen.tile.q} × ${chosen.tile.k}, ${chosen.dtype}: ${inBytes(chosen.shared)} of shared memory. Steps as in the sources below, 1 and 7 once a query tile; → is a move.`;
   const rows = chosen.buffers.map((buffer) => tableRow(`${buffer.name}${numbered[buffer.of]}`,
     ...(skipped ? whileSkipped(buffer) : buffer.places).map(placeCell), element("td", {}, sizeOf(buffer))));
   byId("buffers").replaceChildren(headerRow("buffer", "1", "2", "3", "4", "5", "6", "7", "bytes"), element("tbody", {}, ...rows));
@@ -67,6 +67,7 @@ function whileSkipped(buffer) {
 function sizeOf(buffer) {
   const parts = [];
   if (buffer.shared) parts.push(`${buffer.count > 1 ? `${buffer.count} × ` : ""}${inBytes(buffer.shared)} shared`);
+  if (buffer.shares) parts.push(`in ${buffer.shares}`);
   if (buffer.registers) parts.push(`${inBytes(buffer.registers)} regs`);
   return parts.join(", ");
 }

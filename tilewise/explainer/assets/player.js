@@ -87,21 +87,31 @@ async function ask(event) {
   event.preventDefault();
   pause();
   const query = new URLSearchParams(new FormData(byId("controls")));
-  byId("refusal").textContent = "";
+  refuse("");
   byId("controls").setAttribute("aria-busy", "true");
   try {
     const answer = await fetch(`/recording?${query}`);
     const told = await answer.json();
-    if ("refused" in told) byId("refusal").textContent = told.refused;
+    if ("refused" in told) refuse(told.refused);
     else {
       history.replaceState(null, "", `/?${query}`);
       take(told);
       build();
     }
   } catch (error) {
-    byId("refusal").textContent = `The server does not answer (${error.message}). Is tilewise explain --serve still running?`;
+    refuse(`The server does not answer (${error.message}). Is tilewise explain --serve still running?`);
   } finally {
     byId("controls").removeAttribute("aria-busy");
+  }
+}
+
+// A refusal begins with the name of the field that it is about.
+function refuse(text) {
+  byId("refusal").textContent = text;
+  for (const field of byId("controls").elements) {
+    const meant = field.name !== "" && text.startsWith(`${field.name}:`);
+    field.ariaInvalid = meant ? "true" : null;
+    if (meant) field.focus();
   }
 }
 

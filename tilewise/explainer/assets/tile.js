@@ -9,7 +9,7 @@ function showTile() {
   byId("work-note").textContent = `Queries ${range(queries)}, keys ${range(keys)}.` +
     (numbers === null ? " No key counts for any of these queries: nothing is loaded, nothing computed." : "");
   byId("work").classList.toggle("skipped", numbers === null);
-  for (const id of ["heat-s", "heat-mask", "heat-p"]) byId(id).style.aspectRatio = `${keys.count} / ${queries.count}`;
+  for (const id of ["heat-s", "heat-mask", "heat-p"]) byId(id).style.aspectRatio = Math.min(Math.max(keys.count / queries.count, 0.6), 3);
   if (numbers === null) {
     for (const id of ["heat-s", "heat-mask", "heat-p"]) paint(byId(id), queries.count, keys.count, () => rgb("--empty"));
     for (const id of ["scale-s", "scale-mask", "scale-p"]) byId(id).textContent = "skipped";
