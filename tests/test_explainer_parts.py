@@ -17,11 +17,11 @@ from tests.cuda.test_ops import needs_compiler
 from tests.expressions import Expressions
 from tilewise import dispatch
 from tilewise.explainer import generated, places, sources, timeline
-from tilewise.explainer.formula import LATEX, MATHML
-from tilewise.expr import Loaded
+from tilewise.explainer.formula import LATEX, MATHML, Notation
+from tilewise.expr import ARITHMETIC, COMPARISONS, Loaded
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Shape, Tile
-from tilewise.walking import nodes
+from tilewise.walking import evaluate, loads, nodes
 
 SPEC = Attention(1.0, tw.causal() & tw.window(5), tw.softcap(30.0) >> tw.alibi(2))
 
@@ -48,6 +48,41 @@ def test_every_operation_has_a_formula_and_mathml_is_well_formed() -> None:
             ElementTree.fromstring(mathml)
             assert str(LATEX.write(expr)).count("{") == str(LATEX.write(expr)).count("}")
     assert written >= set(numpy_ops(np.float64))
+
+
+# Formulas in Python's notation, whose operators bind as those of formulas do.
+PYTHON = Notation(
+    {
+        **{op: f"{{0}} {symbol} {{1}}" for op, symbol in {**ARITHMETIC, **COMPARISONS}.items()},
+        **{op: f"{{0}} {op} {{1}}" for op in ("and", "or")},
+        **{op: f"ops['{op}']({{0}}, {{1}})" for op in ("div", "floordiv", "minimum", "maximum")},
+        **{op: f"ops['{op}']({{0}})" for op in ("abs", "exp", "log", "tanh")},
+        "where": "({1} if {0} else {2})", "neg": "-{0}", "not": "(not {0})",
+    },
+    variable=str, number=lambda value: f"ops['const']({value!r})".replace("inf", "np.inf"),
+    cell=lambda name, index: f"arrays[int({name[1:]})][ops['minimum'](ops['maximum']({index[0]}, 0), 2)]",
+    parentheses="({0})",
+)  # fmt: skip
+
+
+def test_parentheses_are_where_they_must_be() -> None:
+    """A formula that is read by the rules of formulas means what the expression does."""
+    rng, ops = random.Random(0), numpy_ops(np.float64)
+    pools = {"int": np.arange(3), "float": np.array([0.5, -2.0, 3.0]), "bool": np.array([True, False, True])}
+    compared = 0
+    for seed in range(600):
+        draw = Expressions(random.Random(seed).randrange, lambda kind: Loaded(pools[kind]), (0.5, 2.0, -3.0))
+        expr = draw.condition(4) if seed % 2 else draw.number(4, scores=True)
+        text = PYTHON.write(expr)
+        arrays = [slot.array for slot in loads(expr)]
+        env = {name: rng.randrange(1, 9) for name in ("B", "H", "HK", "Q", "K", "NQ", "NK", "QP", "KP")} | {"S": 0.75}
+        wanted = float(evaluate(expr, env, ops))
+        if text is not None and np.isfinite(wanted):
+            with np.errstate(all="ignore"):
+                meant = float(eval(text, {"ops": ops, "np": np, "arrays": arrays, **env}))
+            assert meant == pytest.approx(wanted, rel=1e-6, abs=1e-9), text
+            compared += 1
+    assert compared > 300
 
 
 def test_a_formula_that_no_one_would_read_is_left_out() -> None:
