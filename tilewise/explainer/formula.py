@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,11 +37,11 @@ class Notation:
     cell: Callable[[str, list[str]], str]
     parentheses: str
 
-    def write(self, expr: Expr) -> str | None:
-        """The expression as a formula, or None if it is too long for one."""
+    def write(self, expr: Expr, slots: Sequence[Loaded] | None = None) -> str | None:
+        """The expression as a formula, or None if it is too long for one. slots: arrays in their order, if known."""
         if _printed(expr) > MOST_SYMBOLS:
             return None
-        names = {id(slot.array): f"a{i}" for i, slot in enumerate(loads(expr))}
+        names = {id(slot.array): f"a{i}" for i, slot in enumerate(loads(expr) if slots is None else slots)}
         piece: _Piece = evaluate(expr, _Variables(self), self._ops(names))
         return piece.text
 

@@ -17,20 +17,23 @@ SYSTEMS = ("numpy", "cpu", "cuda", "triton", "cute")
 MOST_READS = 4  # whose slopes are shown
 
 
-def parts(spec: Attention) -> dict[str, Expr]:
-    """The variant's expressions by what they are: the mask, the score, and the score's slopes."""
-    made = _given({"mask": spec.mask, "score": S if spec.score is None else spec.score})
-    made["d score / d S"] = derivative(made["score"], S)
-    reads = [node for node in nodes(made["score"]) if node.op == "load" and node.kind == "float"]
-    return {**made, **{f"d score / d {to_text(read)}": derivative(made["score"], read) for read in reads[:MOST_READS]}}
-
-
 def formulas(spec: Attention) -> list[dict[str, str | None]]:
-    """Each part as text, which can be parsed again, as LaTeX and as MathML."""
+    """The mask, the score and its slopes, as LaTeX and MathML; the first two also as text, which can be parsed again.
+
+    Arrays are numbered as the kernels' code numbers them.
+    """
+    score = S if spec.score is None else spec.score
+    slots = loads(*_given({"score": spec.score, "mask": spec.mask}).values())
+    reads = [node for node in nodes(score) if node.op == "load" and node.kind == "float"][:MOST_READS]
+    slopes = {str(LATEX.write(wrt, slots)): derivative(score, wrt) for wrt in (S, *reads)}
+    written = _given({"mask": spec.mask, "score": score}) | {f"d score / d {wrt}": x for wrt, x in slopes.items()}
     return [
-        {"name": name, "text": to_text(expr), "latex": LATEX.write(expr), "mathml": MATHML.write(expr)}
-        for name, expr in parts(spec).items()
-    ]
+        {
+            "name": name, "text": to_text(expr) if name in ("mask", "score") else None,
+            "latex": LATEX.write(expr, slots), "mathml": MATHML.write(expr, slots),
+        }
+        for name, expr in written.items()
+    ]  # fmt: skip
 
 
 def code(spec: Attention) -> dict[str, str]:

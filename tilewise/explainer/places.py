@@ -21,7 +21,7 @@ class Buffer:
     """A buffer of a block, and where it is in steps 1 to 7: ("global", "shared") is a move, () that there is none."""
 
     name: str
-    of: str  # "query", "key" or "next key": the tile whose number goes with the name
+    of: str  # "query", "key" or "next key": whose tile it is; "": of the work alone
     places: tuple[tuple[str, ...], ...]
     shared: int = 0  # bytes
     registers: int = 0
@@ -64,7 +64,10 @@ def _of_tiled(shape: Shape, tile: Tile) -> Placement:
 
 
 def _of_hopper(shape: Shape, tile: Tile) -> Placement:
-    """As in forward_sm90.cu: a producer keeps rings of k and v full, ahead of consumers; p never leaves registers."""
+    """As in forward_sm90.cu: p never leaves registers, and a producer keeps rings of k and v full, ahead of consumers.
+
+    Its order is k, the next k, v, the k after that, the next v; tiles are shown as coming no earlier than they must.
+    """
     constants = _HOPPER.constants(tile, shape)
     stages, q_in_registers = constants["STAGES"], constants["Q_IN_REGISTERS"]
     k_bytes, v_bytes = (tile.k * parts(d) * 128 for d in (shape.d, shape.d_v))
@@ -73,11 +76,11 @@ def _of_hopper(shape: Shape, tile: Tile) -> Placement:
     buffers = (
         Buffer("q", "query", _path(q_path), tile.q * parts(shape.d) * 128, q_registers),
         Buffer("k", "key", _path("G>S S S S S - -"), shared=k_bytes, count=stages),
-        Buffer("k", "next key", _path("G G>S G>S G>S S S -"), shares="the ring of k"),
+        Buffer("k", "next key", _path("G G>S S S S S -"), shares="the ring of k"),
         Buffer("s", "", _path("- R R R R - -"), registers=tile.q * tile.k * _WIDE),
         Buffer("p", "", _path("- - - - R R -"), registers=tile.q * tile.k * 2),
-        Buffer("v", "key", _path("G>S S S S S S -"), shared=v_bytes, count=stages),
-        Buffer("v", "next key", _path("G G G>S G>S G>S S -"), shares="the ring of v"),
+        Buffer("v", "key", _path("G G>S S S S S -"), shared=v_bytes, count=stages),
+        Buffer("v", "next key", _path("G G G G G>S S -"), shares="the ring of v"),
         Buffer("row_max, row_sum", "query", _path("R R R R R R R"), registers=2 * tile.q * _WIDE),
         Buffer("acc", "query", _path("R R R R R R R>G"), registers=tile.q * up(shape.d_v, 16) * _WIDE),
     )

@@ -1,8 +1,14 @@
 // Colours come from the style sheet, so that dark and light are decided in one place.
 
 const COLOUR_STOPS = {
-  weights: { light: ["#f4f6fb", "#b7c9f2", "#5b7fdb", "#2a3f9e", "#101a4d"], dark: ["#12161f", "#24386f", "#3f6fd1", "#7fb4f5", "#eef6ff"] },
-  scores: { light: ["#1f5fbf", "#9cc0ea", "#f5f5f2", "#f0b48a", "#b5430f"], dark: ["#6aa8f5", "#2c5688", "#171b24", "#8a4a22", "#f59a5c"] },
+  weights: {
+    light: ["#f4f6fb", "#b7c9f2", "#5b7fdb", "#2a3f9e", "#101a4d"],
+    dark: ["#12161f", "#24386f", "#3f6fd1", "#7fb4f5", "#eef6ff"],
+  },
+  scores: {
+    light: ["#1f5fbf", "#9cc0ea", "#f5f5f2", "#f0b48a", "#b5430f"],
+    dark: ["#6aa8f5", "#2c5688", "#171b24", "#8a4a22", "#f59a5c"],
+  },
 };
 
 const isDark = () => getComputedStyle(document.documentElement).colorScheme.trim() === "dark";

@@ -11,7 +11,7 @@ function bytesOf(text) {
 const floatsOf = (text) => new Float32Array(bytesOf(text).buffer);
 
 // All that the panels show is a function of this.
-const view = { data: null, at: 0, row: 0, subtracts: true, type: "float16" };
+const view = { data: null, at: 0, row: 0, subtracts: true, type: "float16", system: "numpy" };
 
 function take(data) {
   view.data = data;
@@ -48,7 +48,7 @@ function lastWithNumbers() {
   return -1;
 }
 
-// -- how numbers are written --------------------------------------------------------------------------------------------
+// -- how numbers are written ----------------------------------------------------------------------------------------
 function written(x) {
   if (Number.isNaN(x)) return "NaN";
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
@@ -65,11 +65,12 @@ function inBytes(n) {
   return "";
 }
 
-// -- building the page --------------------------------------------------------------------------------------------------
+// -- building the page ----------------------------------------------------------------------------------------------
 function element(name, attributes = {}, ...children) {
   const svg = ["svg", "rect", "line", "polyline", "text", "title", "g", "path"].includes(name);
   const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) if (value !== null && value !== false) made.setAttribute(key, value);
+  for (const [key, value] of Object.entries(attributes))
+    if (value !== null && value !== false) made.setAttribute(key, value);
   made.append(...children);
   return made;
 }
@@ -77,6 +78,12 @@ function element(name, attributes = {}, ...children) {
 // A cell that shows a number, and has all of it for whoever asks.
 function numberCell(x, kind = null) {
   return element("td", { "data-value": Number.isFinite(x) ? x : String(x), class: kind }, written(x));
+}
+
+// What was chosen before stays chosen, if it is still there.
+function fillChoice(id, names, first) {
+  const kept = byId(id).value || first;
+  byId(id).replaceChildren(...names.map((name) => element("option", { selected: name === kept ? "" : null }, name)));
 }
 
 function tableRow(header, ...cells) {

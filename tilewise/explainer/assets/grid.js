@@ -11,7 +11,9 @@ function buildGrid() {
   const colours = { FULL: rgb("--full"), PARTIAL: rgb("--partial"), EMPTY: rgb("--empty") };
   const kinds = new Array(nQ * nK);
   steps().forEach((step, at) => {
-    const queries = queriesOf(step.i), keys = keysOf(step.j), numbers = numbersOf(at);
+    const queries = queriesOf(step.i),
+      keys = keysOf(step.j),
+      numbers = numbersOf(at);
     for (let r = 0; r < queries.count; r++)
       for (let c = 0; c < keys.count; c++) {
         const masked = step.kind === "PARTIAL" && numbers.s[r * keys.count + c] === -Infinity;
@@ -22,8 +24,17 @@ function buildGrid() {
   byId("map").style.setProperty("--ratio", Math.min(Math.max(nK / nQ, 0.6), 6)); // one query is a band, not a hair
   buildGridMarks();
   const count = (kind) => steps().filter((step) => step.kind === kind).length;
-  byId("kinds").replaceChildren(...Object.entries(KINDS).map(([kind, meaning]) =>
-    element("li", {}, element("i", { class: `swatch ${kind.toLowerCase()}` }), element("b", {}, `${count(kind)} ${kind}`), ` ${meaning}`)));
+  byId("kinds").replaceChildren(
+    ...Object.entries(KINDS).map(([kind, meaning]) =>
+      element(
+        "li",
+        {},
+        element("i", { class: `swatch ${kind.toLowerCase()}` }),
+        element("b", {}, `${count(kind)} ${kind}`),
+        ` ${meaning}`,
+      ),
+    ),
+  );
 }
 
 function buildGridMarks() {
@@ -44,8 +55,11 @@ function place(id, x, y, width, height) {
 }
 
 function showGrid() {
-  const { nQ, nK } = call(), { i, j, kind } = stepNow();
-  const queries = queriesOf(i), keys = keysOf(j), end = keys.first + keys.count;
+  const { nQ, nK } = call(),
+    { i, j, kind } = stepNow();
+  const queries = queriesOf(i),
+    keys = keysOf(j),
+    end = keys.first + keys.count;
   // Half a score more, or the edge of the last row would shine through.
   place("veil-row", end, queries.first, nK - end, queries.count);
   place("veil-below", 0, queries.first + queries.count, nK, nQ - queries.first - queries.count + 0.5);
@@ -55,7 +69,7 @@ function showGrid() {
 
 function tileAt(event) {
   const box = byId("grid").getBoundingClientRect();
-  const i = Math.floor(((event.clientY - box.top) / box.height) * call().nQ / call().tileQ);
-  const j = Math.floor(((event.clientX - box.left) / box.width) * call().nK / call().tileK);
+  const i = Math.floor((((event.clientY - box.top) / box.height) * call().nQ) / call().tileQ);
+  const j = Math.floor((((event.clientX - box.left) / box.width) * call().nK) / call().tileK);
   return steps().findIndex((step) => step.i === i && step.j === j);
 }

@@ -3,8 +3,11 @@
 let timer = null;
 
 function showStatus() {
-  const { i, j, kind } = stepNow(), last = steps().length - 1;
-  byId("status").textContent = `Step ${view.at + 1} of ${last + 1}: query tile ${i}, key tile ${j}, ${kind}` + (kind === "EMPTY" ? ", skipped" : "");
+  const { i, j, kind } = stepNow(),
+    last = steps().length - 1;
+  byId("status").textContent =
+    `Step ${view.at + 1} of ${last + 1}: query tile ${i}, key tile ${j}, ${kind}` +
+    (kind === "EMPTY" ? ", skipped" : "");
   byId("status").className = kind.toLowerCase();
   byId("scrub").max = last;
   byId("scrub").value = view.at;
@@ -12,22 +15,43 @@ function showStatus() {
 }
 
 function showCall() {
-  const { nQ, nK, d, tileQ, tileK, seed, magnitude, heads, head } = call(), { mask, score } = view.data.asked;
-  const parts = [`${nQ} queries, ${nK} keys, d ${d}, tiles of ${tileQ} × ${tileK}`, `seed ${seed}, q times ${magnitude}`];
+  const { nQ, nK, d, tileQ, tileK, seed, magnitude, heads, head } = call(),
+    { mask, score } = view.data.asked;
+  const parts = [
+    `${nQ} queries, ${nK} keys, d ${d}, tiles of ${tileQ} × ${tileK}`,
+    `seed ${seed}, q times ${magnitude}`,
+  ];
   if (heads > 1) parts.push(`head ${head} of ${heads}`);
-  byId("call").replaceChildren("mask ", element("code", {}, mask || "none"), " · score ", element("code", {}, score || "S"), ` · ${parts.join(" · ")}`);
+  byId("call").replaceChildren(
+    "mask ",
+    element("code", {}, mask || "none"),
+    " · score ",
+    element("code", {}, score || "S"),
+    ` · ${parts.join(" · ")}`,
+  );
 }
 
 // What follows the step, the row and the switches.
 function render() {
-  for (const show of [showStatus, showGrid, showTile, showOverflow, showSoftmax, showState, showMemory, showPlaces, markRow]) show();
+  for (const show of [
+    showStatus,
+    showGrid,
+    showTile,
+    showOverflow,
+    showSoftmax,
+    showState,
+    showMemory,
+    showPlaces,
+    markRow,
+  ])
+    show();
 }
 
 function markRow() {
   byId("work").style.setProperty("--row", (view.row + 0.5) / queriesOf(stepNow().i).count);
 }
 
-// What is built once a recording, and once a theme.
+// What is built once a recording.
 function build() {
   for (const make of [showCall, buildGrid, buildVariant, buildSources, buildPlaces, buildTimeline]) make();
   render();
@@ -45,7 +69,7 @@ function choose(row) {
   render();
 }
 
-// -- playing ------------------------------------------------------------------------------------------------------------
+// -- playing --------------------------------------------------------------------------------------------------------
 function pause() {
   clearInterval(timer);
   timer = null;
@@ -57,10 +81,13 @@ function play() {
   if (view.at === steps().length - 1) go(0);
   byId("play").classList.add("playing");
   byId("play").setAttribute("aria-label", "Pause");
-  timer = setInterval(() => {
-    go(view.at + 1);
-    if (view.at === steps().length - 1) pause();
-  }, 2000 / Number(byId("speed").value));
+  timer = setInterval(
+    () => {
+      go(view.at + 1);
+      if (view.at === steps().length - 1) pause();
+    },
+    2000 / Number(byId("speed").value),
+  );
 }
 const toggle = () => (timer === null ? play() : pause());
 
@@ -82,7 +109,7 @@ function onKey(event) {
   KEYS[event.key]();
 }
 
-// -- live controls ------------------------------------------------------------------------------------------------------
+// -- live controls --------------------------------------------------------------------------------------------------
 async function ask(event) {
   event.preventDefault();
   pause();
@@ -123,28 +150,51 @@ function fillControls() {
   }
 }
 
-// -- beginning ----------------------------------------------------------------------------------------------------------
+// -- beginning ------------------------------------------------------------------------------------------------------
 function switchTheme() {
   document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  build();
+  repaint();
+}
+
+// What has its colours from scripts.
+function repaint() {
+  buildGrid();
+  render();
 }
 
 function begin() {
   take(JSON.parse(byId("recording").textContent));
-  const clicks = { first: () => go(0), back: () => go(view.at - 1), play: toggle, next: () => go(view.at + 1), last: () => go(steps().length - 1), theme: switchTheme };
+  const clicks = {
+    first: () => go(0),
+    back: () => go(view.at - 1),
+    play: toggle,
+    next: () => go(view.at + 1),
+    last: () => go(steps().length - 1),
+    theme: switchTheme,
+  };
   for (const [id, act] of Object.entries(clicks)) byId(id).addEventListener("click", act);
   byId("scrub").addEventListener("input", (event) => go(Number(event.target.value)));
   byId("row").addEventListener("input", (event) => choose(Number(event.target.value)));
   byId("speed").addEventListener("change", () => timer !== null && (pause(), play()));
-  byId("running-max").addEventListener("change", (event) => { view.subtracts = event.target.checked; render(); });
-  byId("bare-type").addEventListener("change", (event) => { view.type = event.target.value; render(); });
+  byId("running-max").addEventListener("change", (event) => {
+    view.subtracts = event.target.checked;
+    render();
+  });
+  byId("bare-type").addEventListener("change", (event) => {
+    view.type = event.target.value;
+    render();
+  });
   byId("find-overflow").addEventListener("click", () => go(firstOverflow()));
   byId("placement").addEventListener("change", showPlaces);
   for (const side of ["left", "right"]) byId(side).addEventListener("change", showSources);
-  byId("grid").addEventListener("click", (event) => { const at = tileAt(event); if (at >= 0) go(at); });
-  for (const id of ["heat-s", "heat-mask", "heat-p"]) for (const kind of ["pointermove", "click"]) byId(id).addEventListener(kind, readCell);
+  byId("grid").addEventListener("click", (event) => {
+    const at = tileAt(event);
+    if (at >= 0) go(at);
+  });
+  for (const id of ["heat-s", "heat-mask", "heat-p"])
+    for (const kind of ["pointermove", "click"]) byId(id).addEventListener(kind, readCell);
   document.addEventListener("keydown", onKey);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", build);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
   addEventListener("resize", render);
   if (document.documentElement.dataset.mode === "live") {
     byId("controls").hidden = false;

@@ -3,7 +3,8 @@
 function buildVariant() {
   byId("formulas").replaceChildren(...view.data.formulas.map(formula));
   const tabs = Object.keys(view.data.code).map((system) =>
-    element("button", { type: "button", role: "tab", id: `tab-${system}`, "aria-controls": "code" }, system));
+    element("button", { type: "button", role: "tab", id: `tab-${system}`, "aria-controls": "code" }, system),
+  );
   byId("code-tabs").replaceChildren(...tabs);
   tabs.forEach((tab, at) => {
     tab.addEventListener("click", () => showCode(tab.textContent));
@@ -16,23 +17,33 @@ function buildVariant() {
       showCode(other.textContent);
     });
   });
-  showCode("numpy");
+  showCode(view.system);
 }
 
 function formula({ name, text, latex, mathml }) {
   const figure = element("figure", { class: "formula" }, element("figcaption", {}, name));
   if (mathml !== null) {
     const shown = element("div", { class: "math" });
-    shown.innerHTML = `<math displaystyle="true">${mathml}</math>`; // made by formula.py of names, numbers and operators alone
+    // Made by formula.py, of names, numbers and operators alone.
+    shown.innerHTML = `<math displaystyle="true">${mathml}</math>`;
     figure.append(shown);
   }
-  const lines = [element("code", {}, text)];
-  if (latex !== null) lines.push(element("code", {}, latex));
-  figure.append(element("details", {}, element("summary", {}, "as text and LaTeX"), ...lines));
+  const lines = Object.entries({ text, LaTeX: latex }).filter(([, line]) => line !== null);
+  if (lines.length === 0) figure.append(element("p", { class: "note" }, "too long for a formula; the code has it"));
+  else
+    figure.append(
+      element(
+        "details",
+        {},
+        element("summary", {}, `as ${lines.map(([kind]) => kind).join(" and ")}`),
+        ...lines.map(([, line]) => element("code", {}, line)),
+      ),
+    );
   return figure;
 }
 
 function showCode(system) {
+  view.system = system;
   for (const tab of byId("code-tabs").children) {
     const chosen = tab.textContent === system;
     tab.setAttribute("aria-selected", chosen);
