@@ -4,7 +4,7 @@ const LANE = 24,
   LABELS = 112,
   PER_ROUND = 9;
 const SPANS = {
-  works: "works, or has nothing to wait for",
+  works: "at work, waits for its own products included",
   waits: "waits",
   copy: "a copy under way",
   product: "a product under way",
