@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -175,3 +176,22 @@ def test_the_timeline_has_every_role_and_each_product() -> None:
     for i in (1, 2):
         steps = [span.step for span in spans if span.role == f"products of consumer {i}"]
         assert steps.count("2") == steps.count("6") > 0, "each tile's p @ v follows its q @ k.T"
+
+
+@needs_compiler
+def test_consumers_of_a_short_trace_wait_for_what_the_loader_brings() -> None:
+    """Every wait is for something with a name, also where a warpgroup takes turns with others."""
+    made = timeline.timeline(Attention(0.1), Shape(1, 1, 1, 128, 256, 80, 80), Tile(128, 128))
+    labels = {span.label for span in made["spans"] if span.kind == "waits"}
+    assert "waits for its turn" in labels
+    assert not [label for label in labels if "the mbarrier" in label]
+
+
+@needs_compiler
+def test_a_timeline_that_would_take_long_is_not_made() -> None:
+    shape, tile = Shape(1, 1, 1, 256, 256, 16, 16), Tile()
+    assert "262,144 scores at most" in timeline.timeline(Attention(1.0), replace(shape, n_q=2048), tile)["missing"]
+    long = tw.K < 0
+    for i in range(200):
+        long = long | (tw.K < i)
+    assert "300 operations at most" in timeline.timeline(Attention(1.0, long), shape, tile)["missing"]

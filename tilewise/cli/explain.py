@@ -125,7 +125,7 @@ def recording(asked: Asked, label: Callable[[str], str] = str) -> dict[str, Any]
     roles = timeline(spec, shape, tile, asked.seed)
     progress()
     data = payload(spec, made, Inputs(asked.seed, asked.magnitude), roles) | {"asked": asdict(asked)}
-    taken = len(page(data))
+    taken = len(page(data).encode())
     if taken > MOST_PAGE:
         raise UserError(
             f"mask, score: the page would take {size(taken)}, {size(MOST_PAGE)} is the most; write them shorter"
