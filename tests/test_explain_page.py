@@ -72,9 +72,9 @@ def test_its_numbers_are_the_references() -> None:
 
 def test_a_text_cannot_end_the_script() -> None:
     data = explain.recording(SMALL)
-    text = page({**data, "call": {**data["call"], "mask": "</script><script>alert(1)</script>"}})
+    text = page({**data, "asked": {**data["asked"], "mask": "</script><script>alert(1)</script>"}})
     assert "<script>alert" not in text
-    assert _data(text)["call"]["mask"].startswith("</script>")
+    assert _data(text)["asked"]["mask"].startswith("</script>")
 
 
 def test_every_asset_is_in_the_page() -> None:
@@ -163,7 +163,7 @@ def test_the_server_records_what_is_asked_for(served: int) -> None:
     assert _data(text)["asked"]["mask"] == SMALL.mask
     status, text = _get(served, "/recording?mask=causal()&n_q=32&n_k=40&block=8x16&d=4&seed=7")
     data = json.loads(text)
-    assert (status, data["plan"]["grid"], data["call"]["seed"]) == (200, [4, 3], 7)
+    assert (status, data["plan"]["grid"], data["asked"]["seed"]) == (200, [4, 3], 7)
     status, text = _get(served, "/?mask=causal()&n_q=32&n_k=32&block=8")
     assert (status, _data(text)["call"]["nQ"]) == (200, 32)
 

@@ -13,7 +13,7 @@ from tilewise import schedule
 from tilewise.cli import UserError, explain_server
 from tilewise.cli.plan import tile_of, with_expression
 from tilewise.cli.terminal import progress
-from tilewise.explainer.page import MOST_BYTES, Inputs, page, payload, recorded_bytes
+from tilewise.explainer.page import MOST_BYTES, page, payload, recorded_bytes
 from tilewise.explainer.record import record
 from tilewise.explainer.timeline import timeline
 from tilewise.explanation import size
@@ -124,7 +124,7 @@ def recording(asked: Asked, label: Callable[[str], str] = str) -> dict[str, Any]
     progress("tracing the Hopper kernel on the simulator")
     roles = timeline(spec, shape, tile, asked.seed)
     progress()
-    data = payload(spec, made, Inputs(asked.seed, asked.magnitude), roles) | {"asked": asdict(asked)}
+    data = payload(spec, made, asdict(asked), roles)
     taken = len(page(data).encode())
     if taken > MOST_PAGE:
         raise UserError(

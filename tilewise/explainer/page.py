@@ -6,7 +6,7 @@ import base64
 import html
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,14 @@ from tilewise.explainer import generated, places, sources
 from tilewise.explainer.record import Numbers, Recording, Step
 from tilewise.schedule import Plan
 from tilewise.spec import Attention, Shape, Tile
-from tilewise.text import to_text
 
 MOST_BYTES = 1_400_000  # of recorded numbers in a page: with all else it stays below 2 MB
 ASSETS = Path(__file__).with_name("assets")
 SCRIPTS = (
-    "data.js",
-    "colours.js",
-    "grid.js",
-    "tile.js",
-    "numbers.js",
-    "memory.js",
-    "variant.js",
-    "kernels.js",
-    "timeline.js",
+    "data.js", "colours.js", "grid.js", "tile.js", "numbers.js", "memory.js", "variant.js", "kernels.js", "timeline.js",
     "player.js",
-)
+)  # fmt: skip
 _P_LEVELS = 65535  # p is from 0 to 1
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the numbers were drawn from."""
-
-    seed: int
-    magnitude: float
 
 
 def recorded_bytes(plan: Plan, head: int = 0) -> int:
@@ -57,11 +40,12 @@ def recorded_bytes(plan: Plan, head: int = 0) -> int:
     return int((visited * keys * 6 + visited * (4 * d_v + 21)).sum()) * 4 // 3
 
 
-def payload(spec: Attention, made: Recording, inputs: Inputs, timeline: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the page's scripts read."""
+def payload(spec: Attention, made: Recording, asked: Mapping[str, Any], timeline: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the page's scripts read. asked: the fields of its controls, as they were given."""
     shape, tile = made.plan.shape, made.plan.tile
     return {
-        "call": _call(spec, shape, tile, made.head, inputs),
+        "asked": dict(asked),
+        "call": _call(shape, tile, made.head),
         "plan": _plan(made.plan),
         "steps": [_step(step) for step in made.steps],
         "v": _packed(made.v),
@@ -84,9 +68,7 @@ def page(data: Mapping[str, Any], live: bool = False) -> str:
         "script": "\n".join(map(_asset, SCRIPTS)),
         "connect": "'self'" if live else "'none'",
         "mode": "live" if live else "saved",
-        "title": html.escape(
-            f"{data['call']['mask'] or 'full attention'}, {data['call']['nQ']} × {data['call']['nK']}"
-        ),
+        "title": html.escape(data["asked"]["mask"] or "full attention"),
         "data": to_json(data).replace("<", "\\u003c"),  # or a text in it could end the script
     }
     text = _asset("page.html")
@@ -104,11 +86,10 @@ def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-def _call(spec: Attention, shape: Shape, tile: Tile, head: int, inputs: Inputs) -> dict[str, Any]:
-    mask, score = (None if expr is None else to_text(expr) for expr in (spec.mask, spec.score))
+def _call(shape: Shape, tile: Tile, head: int) -> dict[str, Any]:
     return {
-        "mask": mask, "score": score, "nQ": shape.n_q, "nK": shape.n_k, "d": shape.d, "dV": shape.d_v,
-        "heads": shape.heads, "head": head, "dtype": shape.dtype, "tileQ": tile.q, "tileK": tile.k, **asdict(inputs),
+        "nQ": shape.n_q, "nK": shape.n_k, "d": shape.d, "dV": shape.d_v, "dtype": shape.dtype,
+        "heads": shape.heads, "head": head, "tileQ": tile.q, "tileK": tile.k,
     }  # fmt: skip
 
 

@@ -15,20 +15,15 @@ function showStatus() {
 }
 
 function showCall() {
-  const { nQ, nK, d, tileQ, tileK, seed, magnitude, heads, head } = call(),
-    { mask, score } = view.data.asked;
+  const { nQ, nK, d, tileQ, tileK, heads, head } = call();
+  const { mask, score, seed, magnitude } = view.data.asked;
   const parts = [
     `${nQ} queries, ${nK} keys, d ${d}, tiles of ${tileQ} × ${tileK}`,
     `seed ${seed}, q times ${magnitude}`,
   ];
   if (heads > 1) parts.push(`head ${head} of ${heads}`);
-  byId("call").replaceChildren(
-    "mask ",
-    element("code", {}, mask || "none"),
-    " · score ",
-    element("code", {}, score || "S"),
-    ` · ${parts.join(" · ")}`,
-  );
+  const codes = [mask || "none", score || "S"].map((text) => element("code", {}, text));
+  byId("call").replaceChildren("mask ", codes[0], " · score ", codes[1], ` · ${parts.join(" · ")}`);
 }
 
 // What follows the step, the row and the switches.
@@ -74,12 +69,14 @@ function pause() {
   clearInterval(timer);
   timer = null;
   byId("play").classList.remove("playing");
+  byId("status").ariaLive = "polite";
   byId("play").setAttribute("aria-label", "Play");
 }
 
 function play() {
   if (view.at === steps().length - 1) go(0);
   byId("play").classList.add("playing");
+  byId("status").ariaLive = "off"; // who listens would hear nothing else
   byId("play").setAttribute("aria-label", "Pause");
   timer = setInterval(
     () => {
