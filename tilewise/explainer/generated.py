@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilewise.derivative import derivative
 from tilewise.explainer.formula import LATEX, MATHML
-from tilewise.expr import Expr, S
+from tilewise.expr import Expr, Loaded, S
 from tilewise.kernels.cpu import ops as cpu
 from tilewise.kernels.cuda import ops as cuda
 from tilewise.kernels.cute import ops as cute
@@ -25,7 +27,7 @@ def formulas(spec: Attention) -> list[dict[str, str | None]]:
     score = S if spec.score is None else spec.score
     slots = loads(*_given({"score": spec.score, "mask": spec.mask}).values())
     reads = [node for node in nodes(score) if node.op == "load" and node.kind == "float"][:MOST_READS]
-    slopes = {str(LATEX.write(wrt, slots)): derivative(score, wrt) for wrt in (S, *reads)}
+    slopes = {_named(wrt, slots): derivative(score, wrt) for wrt in (S, *reads)}
     written = _given({"mask": spec.mask, "score": score}) | {f"d score / d {wrt}": x for wrt, x in slopes.items()}
     return [
         {
@@ -34,6 +36,14 @@ def formulas(spec: Attention) -> list[dict[str, str | None]]:
         }
         for name, expr in written.items()
     ]  # fmt: skip
+
+
+def _named(wrt: Expr, slots: Sequence[Loaded]) -> str:
+    """S, or a cell such as a0[H]."""
+    if wrt is S:
+        return "S"
+    number = [slot.array is wrt.payload.array for slot in slots].index(True)
+    return f"a{number}[{', '.join(map(to_text, wrt.args))}]"
 
 
 def code(spec: Attention) -> dict[str, str]:

@@ -28,7 +28,7 @@ function showTile() {
     view.subtracts ? "weights " : "without the maximum: ",
     element("code", {}, view.subtracts ? "p" : "exp(s)"),
   );
-  byId("cell").textContent = "Point at a score to read it.";
+  byId("cell").textContent = numbers === null ? "" : "Point at a score to read it.";
 }
 
 function showScores(numbers, rows, columns) {
