@@ -109,13 +109,14 @@ def test_arrays_have_one_number_in_all_formulas() -> None:
 
 def test_every_kernel_system_has_its_code() -> None:
     made = generated.code(SPEC)
-    real = [system.name for system in dispatch.SYSTEMS if system.name != "cuda-sim"]
+    real = [system.name for system in dispatch.SYSTEMS if system.name not in ("cuda-sim", "tilelang-c")]
     assert sorted(made) == sorted(real)
     assert "tanh(S / 30.0)" in made["numpy"]
     assert re.search(r"r\d+ +tanh +r\d+ +; everywhere", made["cpu"])
     assert "hyperbolic_tangent" in made["cuda"] and "float slope(" in made["cuda"]
     assert "@triton.jit\ndef slope(" in made["triton"]
-    assert "def score(" in made["cute"] and "slope" not in made["cute"]
+    assert "def score(" in made["cute"] and "def slope(" in made["cute"]
+    assert "no text" in made["tilelang"]
     assert len(set(generated.code(Attention(1.0)).values())) == 1
 
 
@@ -135,6 +136,14 @@ def test_sources_are_the_files_whole_and_in_order(name: str) -> None:
     assert {"1", "2", "3", "4", "5", "6", "7"} <= {section.step for section in made}
 
 
+def test_every_rung_has_its_source() -> None:
+    """But for those that are another's source with other constants."""
+    same = {"cute": "cute/forward_sm90", "cuda": "cuda/forward_sm90"}
+    rungs = {name for name in dispatch.NAMED if not name.startswith(("cuda-sim", "tilelang-c"))}
+    others = {"cuda/unordered", "cute/scaled_q", "cute/scaled_k"}
+    assert {same.get(name, name) for name in rungs} - others == set(sources.FILES)
+
+
 @pytest.mark.parametrize("tile", [Tile(64, 64), Tile(16, 8), Tile(128, 128)], ids=str)
 @pytest.mark.parametrize("d", [16, 64, 128])
 def test_buffers_in_shared_memory_add_up_to_what_a_block_asks_for(tile: Tile, d: int) -> None:
@@ -148,7 +157,7 @@ def test_buffers_in_shared_memory_add_up_to_what_a_block_asks_for(tile: Tile, d:
 
 def test_numpy_is_enough() -> None:
     script = (
-        "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'cutlass', 'matplotlib')))\n"
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'cutlass', 'tilelang', 'matplotlib')))\n"
         "from tilewise.explainer import generated, places, record, sources"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -15,8 +15,9 @@ from tilewise.spec import Attention
 from tilewise.text import to_text
 from tilewise.walking import loads, nodes
 
-SYSTEMS = ("numpy", "cpu", "cuda", "triton", "cute")
+SYSTEMS = ("numpy", "cpu", "cuda", "triton", "cute", "tilelang")
 MOST_READS = 4  # whose slopes are shown
+_NO_TEXT = "There is no text between: its op table makes expressions of TileLang's compiler, where a kernel is written."
 
 
 def formulas(spec: Attention) -> list[dict[str, str | None]]:
@@ -49,17 +50,17 @@ def _named(wrt: Expr, slots: Sequence[Loaded]) -> str:
 def code(spec: Attention) -> dict[str, str]:
     """By kernel system, what its op table makes of the variant, and of the slope that a backward pass multiplies by."""
     slope = None if spec.score is None else derivative(spec.score, S)
-    forward = _given({"score": spec.score, "mask": spec.mask})
-    both = {**forward, **_given({"slope": slope})}
-    slots = loads(*both.values())
-    if not both:
+    named = _given({"score": spec.score, "mask": spec.mask, "slope": slope})
+    slots = loads(*named.values())
+    if not named:
         return dict.fromkeys(SYSTEMS, "No mask and no score: kernels leave steps 3 and 4 out.")
     return {
-        "numpy": "\n".join(f"{name} = {to_text(expr)}" for name, expr in both.items()),
-        "cpu": "\n\n".join(f"{name}:\n{_assembly(expr)}" for name, expr in both.items()),
+        "numpy": "\n".join(f"{name} = {to_text(expr)}" for name, expr in named.items()),
+        "cpu": "\n\n".join(f"{name}:\n{_assembly(expr)}" for name, expr in named.items()),
         "cuda": cuda.variant(spec.mask, spec.score, slope).text,
-        "triton": "\n\n".join(triton.function(name, expr, slots) for name, expr in both.items()),
-        "cute": "\n\n".join(cute.function(name, expr, slots) for name, expr in forward.items()),  # no backward yet
+        "triton": "\n\n".join(triton.function(name, expr, slots) for name, expr in named.items()),
+        "cute": "\n\n".join(cute.function(name, expr, slots) for name, expr in named.items()),
+        "tilelang": _NO_TEXT,
     }
 
 

@@ -30,6 +30,8 @@ FILES = {
     "triton": ("triton/source/forward.py",),
     "cute/basic": ("cute/source/basic.py",),
     "cute/forward_sm90": ("cute/source/forward_sm90.py",),
+    "tilelang/simple": ("tilelang/source/simple.py",),
+    "tilelang": ("tilelang/source/forward.py",),
 }
 _KERNELS = Path(tilewise.__file__).with_name("kernels")
 _LABEL = re.compile(r"\s*(?:#|//) (?:(?P<step>[1-7]) (?=[a-z])|(?P<loop>for each k))")
