@@ -52,7 +52,7 @@ class Browser:
         command = [str(program()), *_FLAGS, f"--user-data-dir={folder}", "about:blank"]
         # It reads its orders from 3 and answers to 4; what it says of itself is of no interest.
         places = [(os.POSIX_SPAWN_DUP2, read, 3), (os.POSIX_SPAWN_DUP2, write, 4)]
-        places += [(os.POSIX_SPAWN_OPEN, at, os.devnull, os.O_WRONLY, 0) for at in (1, 2)]  # type: ignore[misc]
+        places += [(os.POSIX_SPAWN_OPEN, at, os.devnull, os.O_WRONLY, 0) for at in (1, 2)]
         self._process = os.posix_spawn(command[0], command, os.environ, file_actions=places)
         os.close(read)
         os.close(write)
