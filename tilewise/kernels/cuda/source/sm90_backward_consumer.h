@@ -34,6 +34,7 @@ struct Scores {
     __device__ __forceinline__ int q_stage() const { return steps % Q_STAGES; }
     __device__ __forceinline__ int d_out_stage() const { return steps % O_STAGES; }
     __device__ __forceinline__ uint32 d_s_tile() const { return shared.d_s(steps % S_STAGES); }
+    __device__ __forceinline__ volatile Shared::Item& item() const { return shared.item(keys % 2); }
 
     // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys and queries
     template <int PARTS_DEPTH, bool ADD>
@@ -82,7 +83,7 @@ struct Scores {
     // 4 mask (PARTIAL tiles only)
     // 5 p, d_s. Rows that see no key, and those beyond the last query, are shifted by infinity: their weights are 0.
     __device__ __forceinline__ Work work() const {
-        const volatile Shared::Item& item = shared.item();
+        const volatile Shared::Item& item = this->item();
         const volatile Shared::Meeting& meeting = shared.meeting(q_stage());
         Work work;
         work.sequence = params.sequences[item.sequence];
@@ -97,7 +98,7 @@ struct Scores {
     template <class Act> __device__ __forceinline__ void for_each(Act act) {
         const Work work = this->work();
         const variant::Head head = variant::head(params, work);
-        const int tile = shared.item().j * TILE_K;
+        const int tile = item().j * TILE_K;
         const variant::Key key[2] = {variant::key(params, head, tile, first_key()),
                                      variant::key(params, head, tile, first_key() + 8)};
         uint32 cells[4];
@@ -129,7 +130,7 @@ struct Scores {
     }
     __device__ __forceinline__ void score() {
         if (!SCORED && !is_partial) return;
-        const int n_q = params.sequences[shared.item().sequence].n_q;  // of what is beyond, a variant may make anything
+        const int n_q = params.sequences[item().sequence].n_q;  // of what is beyond, a variant may make anything
         for_each([&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
                      const variant::Near& near) {
             if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
@@ -243,9 +244,9 @@ template <class Kernel> struct Consumer : Kernel {
     __device__ __forceinline__ void run() {
         while (true) {
             hw::mbarrier_wait(this->shared.k_full(), this->keys % 2);
-            if (__shfl_sync(~0u, this->shared.item().j, 0) < 0) return;
-            meet_queries(__shfl_sync(~0u, this->shared.item().visits, 0));
-            const Shared::Item item = this->shared.copy_of_item();
+            if (__shfl_sync(~0u, this->item().j, 0) < 0) return;
+            meet_queries(__shfl_sync(~0u, this->item().visits, 0));
+            const Shared::Item item = this->shared.copy_of_item(this->keys % 2);
             __syncwarp();  // all lanes have read the item
             this->arrive(this->shared.k_free());
             this->keys++;
