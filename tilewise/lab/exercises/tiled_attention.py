@@ -1,0 +1,125 @@
+"""Exercise: the loops of tiled attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tilewise.arrays import Array
+from tilewise.lab.blocks import count_blocks, visible_causal
+from tilewise.lab.exercises.cutting import Source
+from tilewise.lab.exercises.exercise import Exercise
+from tilewise.lab.exercises.grading import load
+from tilewise.lab.exercises.judging import Problem, WrongError
+from tilewise.lab.memory import peak
+
+TASK = """
+Attention is softmax(q k^T / sqrt(d)) v. The matrix in the middle has n_q x n_k numbers. Here it is
+never made: a block of size_q queries meets one block of size_kv keys after the other, and the
+online softmax of exercise 1 adds them up.
+
+Write queries_outer for one head: q (n_q, d), k (n_k, d), v (n_k, d_v), and out (n_q, d_v), which it
+fills. The queries are the outer loop. visible(rows, cols), of two slices, says what a block of
+queries may see of a block of keys: False is nothing, so that the block is skipped; True is
+everything; or booleans (rows, cols). Return how many blocks were computed.
+
+- The last blocks may be shorter: sizes need not divide lengths.
+- A row that sees no key at all gives 0, never NaN.
+- float16 is computed with in float32: compute_dtype names the type, widen and narrow convert.
+
+What is there for you: blocks(n, size) gives slices; init(rows, d_v, dtype) gives row_max, row_sum
+and acc at the start; scores(q, k, seen) the scaled scores of a block with -inf where a key may not
+be seen; update_block is State.step as a function; State(row_max, row_sum, acc).finish().out is acc
+/ row_sum, or 0 for a row without keys.
+"""
+
+IMPORTS = """
+from __future__ import annotations
+
+import numpy as np
+
+from tilewise.arrays import Array, compute_dtype, narrow, widen
+from tilewise.lab.blocks import Visible, blocks
+from tilewise.lab.loops import init, scores, update_block
+from tilewise.softmax import State
+"""
+
+HINTS = (
+    "Two loops: for rows in blocks(len(q), size_q), and in it for cols in blocks(len(k), size_kv). What "
+    "belongs to a block of queries, q[rows] and the three statistics, is made before the inner loop and "
+    "finished after it.",
+    "In the inner loop: ask visible(rows, cols) first, and go on with the next block if it is False. Then the"
+    " scores of the block, then update_block, whose three results replace the three statistics.",
+    "widen(q[rows], dtype) before computing, narrow(..., str(out.dtype)) before storing, where dtype is "
+    "compute_dtype(str(q.dtype)).",
+)
+MEMORY_N, MEMORY_BLOCK = 768, 32
+
+
+def grade(path: Path) -> Iterator[str]:
+    loops = load(path, "queries_outer").queries_outer
+    yield _checked(loops, "one block", (8, 8, 4, 4), (8, 8))
+    yield _checked(loops, "several blocks", (32, 48, 8, 8), (8, 16))
+    yield _checked(loops, "sizes that do not divide lengths", (37, 53, 8, 5), (7, 16))
+    yield _checked(loops, "a causal mask", (40, 40, 8, 8), (16, 8), causal=True)
+    zero = "The first queries see no key at all: their output is 0. finish() divides by row_sum only where it is not 0."
+    yield _checked(loops, "more queries than keys, causal", (12, 9, 4, 4), (4, 2), causal=True, told=zero)
+    wide = "Is everything summed in float32? widen before computing, narrow before storing."
+    yield _checked(loops, "float16", (24, 200, 16, 16), (8, 4), dtype="float16", told=wide)
+    yield _memory(loops)
+
+
+def _checked(
+    loops: Any, about: str, sizes: tuple[int, ...], block: tuple[int, int], causal: bool = False,
+    dtype: str = "float32", told: str = "",
+) -> str:  # fmt: skip
+    n_q, n_k = sizes[:2]
+    problem = Problem.random(
+        about, (1, 1, *sizes), dtype, block=block[1], skipped_by=block[0], causal=causal, told=told
+    )
+    asked: list[tuple[slice, slice]] = []
+
+    def visible(rows: slice, cols: slice) -> Array | bool:
+        asked.append((rows, cols))
+        return visible_causal(n_k - n_q, rows, cols) if causal else True
+
+    out = np.full((n_q, sizes[3]), np.nan, dtype)
+    computed = loops(problem.q[0, 0], problem.k[0, 0], problem.v[0, 0], *block, visible, out)
+    problem.check(out[None, None])
+    counted = count_blocks(n_q, n_k, *block, causal=causal)
+    if len(asked) != counted.total:
+        raise WrongError(f"{about}: visible was asked of {len(asked)} blocks, and there are {counted.total}")
+    if computed != counted.computed:
+        skips = f"; visible said False of {counted.skipped}, which are skipped" if counted.skipped else ""
+        raise WrongError(
+            f"{about}: it returned {computed!r} as the number of blocks computed, expected {counted.computed}{skips}"
+        )
+    return about
+
+
+def _memory(loops: Any) -> str:
+    """The output is there before: what is held beside it must not grow with n * n."""
+    n = MEMORY_N
+    q = np.random.default_rng(0).standard_normal((n, 16), dtype=np.float32)
+    out = np.empty_like(q)
+    held, matrix = peak(lambda: loops(q, q, q, MEMORY_BLOCK, MEMORY_BLOCK, lambda rows, cols: True, out)), 4 * n * n
+    if held > matrix / 4:
+        raise WrongError(
+            f"memory: with n = {n} it held {held >> 10} KiB at once; the whole matrix of scores has {matrix >> 10}.\n"
+            "It looks as if n x n scores are stored: O(N^2) memory. A block has "
+            f"{MEMORY_BLOCK} x {MEMORY_BLOCK} of them, and is forgotten when the next one comes."
+        )
+    return "memory that does not grow with n x n"
+
+
+EXERCISE = Exercise(
+    title="tiled attention",
+    task=TASK,
+    imports=IMPORTS,
+    source=Source("lab/loops.py", cut=("queries_outer",), definitions=("queries_outer",)),
+    hints=HINTS,
+    grade=grade,
+)
