@@ -13,7 +13,9 @@ import pytest
 from tests.cuda.test_ops import needs_compiler
 from tests.triton.test_ops import needs_triton
 from tilewise import cli
+from tilewise.cli import lab
 from tilewise.lab.exercises import NAMES, exercise, skeleton, solved
+from tilewise.lab.exercises.cutting import Source
 from tilewise.lab.exercises.grading import Grader, Verdict
 
 
@@ -61,18 +63,22 @@ MISTAKES = {
                            "np.maximum(self.row_max, s.max(axis=-1, initial=-np.inf))": "s.max(axis=-1)"},
         "row_max, row 0: expected",
     ),
+    "row_max never stored": Mistake(
+        "online_softmax", {"        self.row_max = new_max\n": ""},
+        r"one block, after key 24: row_max .*first in row 0: expected \S+, came -inf$",
+    ),
     "nothing for rows without keys": Mistake(
         "online_softmax", {"shift = finite(new_max)": "shift = new_max"},
         r"rows that have seen no key yet, after key 8: .* NaN .*first in row 0.*finite\(new maximum\)",
     ),
     "no maximum": Mistake(
-        "online_softmax", {"shift = finite(new_max)": "shift = 0 * finite(new_max)", "self.row_max - shift": "0 * shift"},
+        "online_softmax", {"shift = finite(new_max)": "shift = 0 * new_max", "self.row_max - shift": "shift"},
         "row_sum, row 0: expected",
     ),
     "float64": Mistake(
         "online_softmax", {"p = s - ": "p = s.astype(np.float64) - "}, "row_sum has type float64, expected float32"
     ),
-    "nothing returned": Mistake("online_softmax", {"return p, rescale": "pass"}, r"the pair \(p, rescale\), came NoneType"),
+    "nothing returned": Mistake("online_softmax", {"return p, rescale": "pass"}, r"\(p, rescale\), came NoneType"),
     "a typing error": Mistake(
         "online_softmax", {"p.sum(axis=-1)": "p.sums(axis=-1)"},
         r"line \d+: AttributeError: .*'sums'.*\n    self.row_sum = ",
@@ -80,27 +86,30 @@ MISTAKES = {
     "no name": Mistake("online_softmax", {"class State": "class Status"}, "has no State, which is called"),
     "memory": Mistake(
         "tiled_attention",
-        {"    dtype, computed =": "    everything = q.astype(np.float32) @ k.T.astype(np.float32)\n    dtype, computed ="},
+        {"    dtype, computed =": "    everything = q @ k.T\n    dtype, computed ="},
         r"held \d+ KiB at once.*O\(N\^2\) memory",
     ),
     "nothing skipped": Mistake(
-        "tiled_attention", {"                continue": "                seen = np.zeros((len(q_block), cols.stop - cols.start), bool)"},
+        "tiled_attention", {"                continue": "                seen = np.zeros((len(q_block), 1), bool)"},
         "returned 15 as the number of blocks computed, expected 11; visible said False of 4",
     ),
     "no mask": Mistake("tiled_attention", {"dtype), seen)": "dtype), True)"}, "the mask is forgotten"),
     "begun anew": Mistake(
         "tiled_attention",
-        {"            s = scores": "            row_max, row_sum, acc = init((len(q_block),), v.shape[-1], dtype)\n            s = scores"},
+        {
+            "            s = scores": "            row_max, row_sum, acc = init((len(q_block),), v.shape[-1], dtype)\n"
+                                      "            s = scores"
+        },
         "begin anew with every block",
     ),
     "not divided": Mistake(
-        "tiled_attention", {"narrow(State(row_max, row_sum, acc).finish().out": "narrow(acc"}, "acc is not divided by row_sum"
+        "tiled_attention", {"narrow(State(row_max, row_sum, acc).finish().out": "narrow(acc"}, "acc is not divided"
     ),
-    "not filled": Mistake("tiled_attention", {"        out[rows] =": "        _ ="}, "out is NaN .*first in batch 0, head 0, row 0"),
+    "not filled": Mistake("tiled_attention", {"        out[rows] =": "        _ ="}, "out is NaN .*first in row 0"),
     "another shape": Mistake("tiled_attention", {"out[rows] = ": "out[rows.start] = "}, "line .*ValueError"),
     "the rule that is often printed": Mistake(
         "causal_skipping", {"rows.stop - 1 + offset < cols.start": "rows.start + offset < cols.start"},
-        "queries 0 to 1, keys 1, offset 0: it skips the block, but query 1 sees key 1.*first query of the block is asked",
+        "queries 0 to 1, keys 1, offset 0: it skips the block, but query 1 sees key 1.*first query .* is asked",
     ),
     "no block skipped": Mistake(
         "causal_skipping", {"        return False": "        pass"}, "nobody sees anything.*no block is skipped"
@@ -112,27 +121,76 @@ MISTAKES = {
         "causal_skipping", {"    return np.arange": "    return True\n    return np.arange"}, "the mask is forgotten"
     ),
     "no offset": Mistake("causal_skipping", {"[:, None] + offset": "[:, None]"}, "came.*Is offset added"),
-    "no offset in the rule": Mistake("causal_skipping", {"rows.stop - 1 + offset": "rows.stop - 1"}, "more queries than keys|more keys"),
+    "no offset in the rule": Mistake(
+        "causal_skipping", {"rows.stop - 1 + offset": "rows.stop - 1"}, "more keys than queries: .*it skips the block"
+    ),
 }  # fmt: skip
 TRITON_MISTAKES = {
     "no rescale": Mistake(
         "triton_kernel", {"row_sum * rescale": "row_sum", "acc * rescale + tl": "acc + tl"},
         "several tiles.*row_sum and acc are not rescaled",
     ),
-    "the wrong exponent": Mistake("triton_kernel", {"tl.exp2(fused": "tl.exp(fused"}, "one tile of keys: out, batch 0, head 0, row 0: exp"),
+    "the wrong exponent": Mistake(
+        "triton_kernel", {"tl.exp2(fused": "tl.exp(fused"}, "one tile of keys: out, row 0: .* is it exp2"
+    ),
     "a name there is not": Mistake("triton_kernel", {"v_tile, 0)": "v_tiles, 0)"}, r"line \d+: .*v_tiles"),
 }  # fmt: skip
 CUDA_MISTAKES = {
     "no rescale": Mistake(
         "cuda_kernel", {"row_sum * rescale": "row_sum", "rescale + p * widen": "1 + p * widen"},
-        "one head: out, batch 0, head 0, row .*row_sum and acc are not rescaled",
+        "one head: out, row .*row_sum and acc are not rescaled",
     ),
-    "no such name": Mistake("cuda_kernel", {"s += q[c]": "s += query_row[c]"}, r"does not compile:\ncuda_kernel.cu:\d+:.*query_row"),
+    "no such name": Mistake(
+        "cuda_kernel", {"s += q[c]": "s += query_row[c]"}, r"does not compile:\ncuda_kernel.cu:\d+:.*query_row"
+    ),
     "no barrier": Mistake(
-        "cuda_tiles", {"1.0f);\n                __syncthreads();\n                multiply": "1.0f);\n                multiply"},
+        "cuda_tiles", {"__syncthreads();\n                multiply": "multiply"},
         r"the simulator stopped it:\ncuda_tiles.cu:\d+: race: it .* at cuda_tiles.cu:\d+, and no barrier is between",
     ),
 }  # fmt: skip
+
+
+# -- the project's own code -------------------------------------------------------------------------------------------
+
+
+@needs_triton
+@needs_compiler
+def test_the_projects_own_code_solves_every_exercise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a learner would: by commands, in processes, and with nothing set for Triton."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in NAMES:
+        (tmp_path / exercise(name).file).write_text(solved(name))
+    assert cli.main(["lab", "check", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert re.findall(r"^✓ (\w+): \d+ checks", told, re.MULTILINE) == list(NAMES)
+    assert told.endswith(f"{len(NAMES)} of {len(NAMES)} done\n")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_skeletons_are_the_source_without_its_solution(name: str) -> None:
+    source = exercise(name).source
+    lines = source.path.read_text().splitlines()
+    mine, whole = skeleton(name).splitlines(), solved(name)
+    for cut in source.cuts:
+        taken = lines[cut.first : cut.end]
+        own = {line for line in taken if lines.count(line) == 1 and not line.strip().startswith(("# ", "// "))}
+        assert own and not own & set(mine)
+        assert "\n".join(taken) in whole
+        assert "\n".join(taken) in source.solution()
+    marker = '"your code here"'
+    assert sum(marker in line for line in mine) == len(source.cuts) + 1  # and where it is explained
+    assert max(map(len, mine)) <= 120
+    assert source.path.name in exercise(name).all_hints()[-1]
+
+
+def test_a_source_that_lost_its_labels_is_told() -> None:
+    with pytest.raises(ValueError, match=r"softmax.py has none of 9: what was to be cut"):
+        _ = Source("softmax.py", cut=("9",)).cuts
+
+
+# -- what learners get wrong ------------------------------------------------------------------------------------------
 
 
 def _plant(mistake: Mistake) -> str:
@@ -167,3 +225,130 @@ def test_mistakes_in_triton(learner: Path, mistake: Mistake, monkeypatch: pytest
 
     monkeypatch.setattr(launch, "basic_kernel", launch.basic_kernel)  # as it was, afterwards
     _check_told(learner, mistake)
+
+
+def test_what_is_refused_before_it_runs() -> None:
+    asked = exercise("causal_skipping")
+    done = solved("causal_skipping")
+    assert asked.refused(done) is None
+    assert asked.refused(done + 'if __name__ == "__main__":\n    import tilewise as tw\n') is None
+    assert "not done yet" in (asked.refused(skeleton("causal_skipping")) or "")
+    assert "line 2: invalid syntax: for i in" in (asked.refused("\nfor i in\n") or "")
+    for line in ("import tilewise.lab", "    from tilewise.lab.blocks import visible_causal"):
+        assert "the point is to write it yourself" in (asked.refused(f"if True:\n  {line}\n{done}") or line)
+
+
+# -- the commands -----------------------------------------------------------------------------------------------------
+
+
+def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(["lab", *argv])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_learners_way(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = _run(capsys, "start", str(tmp_path / "new"))
+    assert code == 0
+    assert out.count("wrote ") == len(NAMES)
+    assert "Then: tilewise lab check" in out
+    monkeypatch.chdir(tmp_path / "new")
+    code, out, _ = _run(capsys, "check", "online_softmax", "causal_skipping.py")
+    assert code == 1
+    assert out.startswith('✗ online_softmax: not done yet: "your code here" stands in lines ')
+    assert out.endswith("0 of 2 done; a hint: tilewise lab hint online_softmax\n")
+    Path("causal_skipping.py").write_text(solved("causal_skipping"))
+    Path("online_softmax.py").write_text(
+        solved("online_softmax").replace("        p = s -", "        print('at', s.shape)\n        p = 1 / 0 -")
+    )
+    code, out, _ = _run(capsys, "check", "./online_softmax.py", "causal_skipping")
+    assert code == 1
+    assert "ZeroDivisionError" in out and "your code printed:\n      at (5, 24)" in out
+    assert "✓ causal_skipping: 4 checks" in out
+    assert "1 of 2 done" in out
+
+
+def test_an_endless_loop_and_a_crash_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "online_softmax.py"
+    for line, limit, told in (
+        ("while True: pass", "0.8", "it does not end: stopped after 0.8 s"),
+        ("__import__('os').abort()", "60", "its process ended with SIGABRT"),
+    ):
+        file.write_text(solved("online_softmax").replace("        p = s -", f"        {line}\n        p = s -"))
+        code, out, _ = _run(capsys, "check", str(tmp_path), "online_softmax", "--limit", limit)
+        assert (code, told in out) == (1, True), out
+
+
+def test_work_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _run(capsys, "start", str(tmp_path))
+    file = tmp_path / "tiled_attention.py"
+    file.write_text("my work")
+    code, out, err = _run(capsys, "start", str(tmp_path))
+    assert (code, out) == (2, "")
+    assert "there is work of yours in it; nothing was written" in err
+    assert "tiled_attention --force" in err
+    assert _run(capsys, "start", str(tmp_path), "online_softmax")[0] == 0
+    assert file.read_text() == "my work"
+    code, out, _ = _run(capsys, "start", str(tmp_path), "tiled_attention", "--force")
+    assert code == 0 and "kept" in out
+    assert file.read_text() == skeleton("tiled_attention")
+    assert file.with_name("tiled_attention.py.old").read_text() == "my work"
+
+
+def test_hints_open_one_by_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = str(tmp_path)
+    _run(capsys, "start", where)
+    assert "no hint is open" in _run(capsys, "hint", "cuda_tiles", where, "--again")[1]
+    count = len(exercise("cuda_tiles").all_hints())
+    for number in range(1, count + 1):
+        told = _run(capsys, "hint", "cuda_tiles", where)[1]
+        assert told.startswith(f"hint {number} of {count}: ") and told.count("hint ") == 1
+    assert "tiled.cu, lines" in told and "`tilewise lab solution cuda_tiles`" in told
+    assert "all 4 hints are open" in _run(capsys, "hint", "cuda_tiles", where)[1]
+    assert _run(capsys, "hint", "cuda_tiles", where, "--again")[1].count("hint ") == count
+    assert _run(capsys, "hint", "online_softmax", where)[1].startswith("hint 1 of")
+    assert _run(capsys, "hint", "online_softmax", where, "--all")[1].count(" of 4: ") == 4
+    _run(capsys, "start", where, "cuda_tiles")  # begun anew: so are its hints
+    assert _run(capsys, "hint", "cuda_tiles", where)[1].startswith("hint 1 of")
+
+
+def test_what_is_not_installed_is_not_passed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cuda_kernel.cu").write_text(solved("cuda_kernel"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    code, out, _ = _run(capsys, "check", str(tmp_path), "cuda_kernel")
+    assert code == 1
+    assert "· cuda_kernel: not checked: it compiles CUDA sources with a C++ compiler and finds none" in out
+    assert "install one" in out and "0 of 1 done" in out
+
+
+def test_solution_is_printed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run(capsys, "solution", "online_softmax")
+    assert code == 0
+    assert re.match(r"tilewise/softmax.py, lines \d+ to \d+:\n\n +# 5 row_max", out)
+    assert "rescale = np.exp(self.row_max - shift)" in out
+
+
+@pytest.mark.parametrize(
+    "argv, told",
+    [
+        (["check", "nonsense"], "expected a folder or one of online_softmax, .* got 'nonsense'"),
+        (["check", "."], r"'\.' has no exercises; `tilewise lab start \.` writes them"),
+        (["check", ".", "--limit", "0"], "--limit: expected seconds, more than 0, got 0"),
+        (["hint", "softmax"], "EXERCISE: expected one of .* got 'softmax'"),
+        (["start", "a-file"], "DIR: expected a folder, got the file 'a-file'"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    argv: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a-file").touch()
+    code, _, err = _run(capsys, *argv)
+    assert code == 2
+    assert re.search(told, err)
+
+
+def test_help_names_every_exercise() -> None:
+    assert lab.EXERCISES == ", ".join(NAMES)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LIMIT = 60.0  # seconds an exercise, with what it compiles
 PRINTED = 20  # lines of a learner's own that are shown
-_EXERCISES = "online_softmax, tiled_attention, causal_skipping, triton_kernel, cuda_kernel, cuda_tiles"
+EXERCISES = "online_softmax, tiled_attention, causal_skipping, triton_kernel, cuda_kernel, cuda_tiles"
 _EXAMPLES = """examples:
   tilewise lab start attention-lab                      writes the exercises into a new folder
   cd attention-lab
@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "lab",
         help="exercises: write the algorithm yourself, and have it graded",
-        description=f"Exercises cut out of the project's own sources, in this order: {_EXERCISES}.",
+        description=f"Exercises cut out of the project's own sources, in this order: {EXERCISES}.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -47,14 +47,19 @@ def add_parser(commands: Any) -> None:
     start.add_argument("--force", action="store_true", help="begin anew: your files are kept as NAME.old")
     start.set_defaults(run=_start)
 
-    check = actions.add_parser("check", help="grade them; exit code 0 if all that were asked for are right")
-    check.add_argument("words", nargs="*", metavar="[DIR] [EXERCISE ...]", help="(default: all, in this folder)")
+    check = actions.add_parser(
+        "check",
+        help="grade them; exit code 0 if all that were asked for are right",
+        usage="tilewise lab check [-h] [--limit SECONDS] [DIR] [EXERCISE ...]",
+    )
+    check.add_argument("words", nargs="*", metavar="DIR, EXERCISE", help="(default: all of them, in this folder)")
     check.add_argument("--limit", type=float, default=LIMIT, metavar="SECONDS",
                        help="for one exercise (default: %(default)g)")  # fmt: skip
     check.set_defaults(run=_check)
 
     hint = actions.add_parser("hint", help="open one more hint of an exercise")
-    hint.add_argument("words", nargs="+", metavar="EXERCISE [DIR]", help="(default: in this folder)")
+    hint.add_argument("exercise", metavar="EXERCISE", help="its name, or that of its file")
+    hint.add_argument("folder", nargs="?", metavar="DIR", help="(default: this folder)")
     which = hint.add_mutually_exclusive_group()
     which.add_argument("--again", action="store_true", help="show those that are open; open none")
     which.add_argument("--all", action="store_true", help="open all of them")
@@ -95,30 +100,31 @@ def _check(args: argparse.Namespace) -> int:
     if not args.limit > 0:
         raise UserError(f"--limit: expected seconds, more than 0, got {args.limit:g}")
     folder, names = _folder_and_names(args.words)
-    right = 0
+    wrong = []
     for name in names:
         progress(f"checking {name}")
         begin = time.monotonic()
         verdict = graded(name, folder.file(name), args.limit)
         progress()
-        print(_report(folder, name, verdict, time.monotonic() - begin), flush=True)
-        right += verdict.is_right
-    print(f"\n{right} of {len(names)} done")
-    return 0 if right == len(names) else 1
+        print(_report(name, verdict, time.monotonic() - begin), flush=True)
+        wrong += [] if verdict.is_right else [name]
+    place = "" if folder.path == Path() else f" {folder.path}"
+    more = f"; a hint: tilewise lab hint {wrong[0]}{place}" if wrong else ""
+    print(f"\n{len(names) - len(wrong)} of {len(names)} done{more}")
+    return 1 if wrong else 0
 
 
 def _hint(args: argparse.Namespace) -> int:
-    folder, names = _folder_and_names(args.words)
-    if len(names) != 1:
-        raise UserError(f"hint: expected one exercise, of {_EXERCISES}")
-    more = 0 if args.again else 99 if args.all else 1
-    before, _ = folder.hints(names[0], 0)
-    hints, every = folder.hints(names[0], more)
-    if not hints:
-        print(f"no hint is open; `tilewise lab hint {names[0]}` opens the first of {every}")
-    new = len(before) if len(hints) > len(before) else 0 if args.again or args.all else len(hints) - 1
-    for number, hint in list(enumerate(hints, start=1))[0 if args.all else new :]:
+    folder, (name,) = _folder_and_names([_name(args.exercise), *filter(None, [args.folder])])
+    before, every = folder.hints(name, more=0)
+    hints, _ = folder.hints(name, more=0 if args.again else every if args.all else 1)
+    shown = 0 if args.again or args.all else len(before)
+    for number, hint in list(enumerate(hints, start=1))[shown:]:
         print(textwrap.fill(f"hint {number} of {every}: {hint}", 100, subsequent_indent="    ", break_long_words=False))
+    if not hints:
+        print(f"no hint is open; `tilewise lab hint {name}` opens the first of {every}")
+    elif shown == every:
+        print(f"all {every} hints are open; `tilewise lab hint {name} --again` shows them")
     return 0
 
 
@@ -132,7 +138,7 @@ def _solution(args: argparse.Namespace) -> int:
 # -- what they print --------------------------------------------------------------------------------------------------
 
 
-def _report(folder: Folder, name: str, verdict: Verdict, seconds: float) -> str:
+def _report(name: str, verdict: Verdict, seconds: float) -> str:
     if verdict.missing:
         return f"· {name}: not checked: {verdict.missing}"
     if verdict.is_right:
@@ -159,7 +165,7 @@ def _folder_and_names(words: Sequence[str]) -> tuple[Folder, list[str]]:
     folders = {word for word in words if word not in names} | {str(Path(x).parent) for x in names if "/" in x}
     unknown = next((word for word in folders if not Path(word).is_dir()), None)
     if unknown is not None:
-        raise UserError(f"expected a folder or one of {_EXERCISES}, got {unknown!r}")
+        raise UserError(f"expected a folder or one of {EXERCISES}, got {unknown!r}")
     if len(folders) > 1:
         raise UserError(f"expected one folder, got {', '.join(sorted(folders))}")
     folder = Folder(Path(*folders))
@@ -181,5 +187,5 @@ def _name(word: str) -> str:
 
     name = Path(word).stem
     if name not in NAMES:
-        raise UserError(f"EXERCISE: expected one of {_EXERCISES}, got {word!r}")
+        raise UserError(f"EXERCISE: expected one of {EXERCISES}, got {word!r}")
     return name

@@ -14,7 +14,8 @@ from tilewise.lab.blocks import blocks, count_blocks
 from tilewise.lab.exercises.cutting import Source
 from tilewise.lab.exercises.exercise import Exercise
 from tilewise.lab.exercises.grading import load
-from tilewise.lab.exercises.judging import Problem, WrongError
+from tilewise.lab.exercises.judging import WrongError
+from tilewise.lab.exercises.problem import Problem
 from tilewise.lab.loops import queries_outer
 
 TASK = """

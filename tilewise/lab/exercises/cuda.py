@@ -10,7 +10,8 @@ from pathlib import Path
 from tilewise.kernels.cuda.rungs import named
 from tilewise.kernels.cuda.simulator import CompileError, Order, SimulationError
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
-from tilewise.lab.exercises.judging import Problem, WrongError
+from tilewise.lab.exercises.judging import WrongError
+from tilewise.lab.exercises.problem import Problem
 from tilewise.spec import Tile
 
 
@@ -27,7 +28,7 @@ def checked(path: Path, rung: str, problems: Iterable[Problem], tile: Tile) -> I
 
 
 def _out(kernel: CudaSimKernel, problem: Problem, tile: Tile) -> object:
-    call = problem.call
+    call = problem.call()
     try:
         return kernel.forward(call.spec, call.q, call.k, call.v, tile).out
     except SimulationError as report:

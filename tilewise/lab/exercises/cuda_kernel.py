@@ -9,7 +9,7 @@ from tilewise.kernels.cuda import simulator
 from tilewise.lab.exercises.cuda import checked
 from tilewise.lab.exercises.cutting import Source
 from tilewise.lab.exercises.exercise import Exercise
-from tilewise.lab.exercises.judging import Problem
+from tilewise.lab.exercises.problem import Problem
 from tilewise.spec import Tile
 
 TASK = """

@@ -9,7 +9,7 @@ from tilewise.kernels.cuda import simulator
 from tilewise.lab.exercises.cuda import checked
 from tilewise.lab.exercises.cutting import Source
 from tilewise.lab.exercises.exercise import Exercise
-from tilewise.lab.exercises.judging import Problem
+from tilewise.lab.exercises.problem import Problem
 from tilewise.spec import Tile
 
 TASK = """
@@ -55,8 +55,11 @@ HINTS = (
 
 
 def grade(path: Path) -> Iterator[str]:
+    usual = (
+        "Is the maximum that of the whole group (largest_in_group), and is acc rescaled in every slice, both columns?"
+    )
     problems = (
-        Problem.random("one head, several tiles", (1, 1, 40, 70, 40, 40), block=32),
+        Problem.random("one head, several tiles", (1, 1, 40, 70, 40, 40), block=32, told=usual),
         Problem.random("causal, two heads", (1, 2, 20, 37, 16, 24), block=32, causal=True),
     )
     yield from checked(path, "tiled", problems, Tile(16, 32))

@@ -13,7 +13,8 @@ from tilewise.lab.blocks import count_blocks, visible_causal
 from tilewise.lab.exercises.cutting import Source
 from tilewise.lab.exercises.exercise import Exercise
 from tilewise.lab.exercises.grading import load
-from tilewise.lab.exercises.judging import Problem, WrongError
+from tilewise.lab.exercises.judging import WrongError
+from tilewise.lab.exercises.problem import Problem
 from tilewise.lab.memory import peak
 
 TASK = """
@@ -87,7 +88,8 @@ def _checked(
         return visible_causal(n_k - n_q, rows, cols) if causal else True
 
     out = np.full((n_q, sizes[3]), np.nan, dtype)
-    computed = loops(problem.q[0, 0], problem.k[0, 0], problem.v[0, 0], *block, visible, out)
+    call = problem.call()
+    computed = loops(call.q[0, 0], call.k[0, 0], call.v[0, 0], *block, visible, out)
     problem.check(out[None, None])
     counted = count_blocks(n_q, n_k, *block, causal=causal)
     if len(asked) != counted.total:

@@ -9,7 +9,7 @@ from tilewise.kernels.triton import TritonKernel, not_installed
 from tilewise.lab.exercises.cutting import Source
 from tilewise.lab.exercises.exercise import Exercise
 from tilewise.lab.exercises.grading import load
-from tilewise.lab.exercises.judging import Problem
+from tilewise.lab.exercises.problem import Problem
 from tilewise.spec import Tile
 
 TASK = """
@@ -47,14 +47,15 @@ def grade(path: Path) -> Iterator[str]:
     launch.basic_kernel = load(path, "basic")  # type: ignore[attr-defined]
     kernel, tile = TritonKernel("basic"), Tile(1, 16)
     for problem in (
-        Problem.random("one tile of keys", (1, 1, 3, 16, 16, 16), block=16),
+        Problem.random("one tile of keys", (1, 1, 3, 16, 16, 16), block=16,
+                       told="Is every exponent s * factor, the maximum's too, and is it exp2 that takes it?"),
         Problem.random("several tiles, the last one short", (1, 1, 4, 53, 16, 16), block=16),
         Problem.random("causal, two heads, odd columns", (1, 2, 5, 37, 12, 20), block=16, causal=True),
         Problem.random("float16", (1, 1, 2, 40, 16, 16), "float16", block=16),
         Problem.random("queries that see no key", (1, 1, 4, 2, 16, 16), block=16, causal=True,
                        told="row_max is still -inf there: shift by finite(new_max)."),
     ):  # fmt: skip
-        call = problem.call
+        call = problem.call()
         problem.check(kernel.forward(call.spec, call.q, call.k, call.v, tile).out)
         yield problem.about
 
