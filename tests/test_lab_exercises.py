@@ -61,7 +61,7 @@ MISTAKES = {
     "a block at a time": Mistake(
         "online_softmax", {"self.row_sum * rescale + ": "", "self.acc * rescale[..., None] + ": "",
                            "np.maximum(self.row_max, s.max(axis=-1, initial=-np.inf))": "s.max(axis=-1)"},
-        "row_max, row 0: expected",
+        "row_max, row 0: expected .* begin anew with every block",
     ),
     "row_max never stored": Mistake(
         "online_softmax", {"        self.row_max = new_max\n": ""},

@@ -60,6 +60,9 @@ HINTS = (
 )
 
 
+FIELDS = ("row_max", "row_sum", "acc")
+
+
 def grade(path: Path) -> Iterator[str]:
     state = load(path, "State", "finite").State
     rng = np.random.default_rng(0)
@@ -96,13 +99,16 @@ def _compare(about: str, mine: Any, s: Array, v: Array, block: int, told: str) -
     wide, dense = after(*exact, s.shape[-1]), after(s, v, s.shape[-1])
 
     def reason() -> str:
-        known = ((habit, after(*exact, block, habit)) for habit in IN_SUMS)
-        sums = ((habit, [x.row_sum, x.acc]) for habit, x in known)
-        return recognised([mine.row_sum, mine.acc], sums) or told
+        known = ((habit, _values(after(*exact, block, habit))) for habit in IN_SUMS)
+        return recognised(_values(mine), known) or told
 
-    for name in ("row_max", "row_sum", "acc"):
+    for name in FIELDS:
         expected = contract.expected(name, "float32", "float32", getattr(wide, name), getattr(dense, name))
         compare(about, expected, getattr(mine, name), reason)
+
+
+def _values(state: Any) -> list[Array]:
+    return [getattr(state, name) for name in FIELDS]
 
 
 def _returned(state: Any, s: Array, v: Array) -> str:
