@@ -12,7 +12,7 @@ from tilewise.kernels.cuda.simulator import CompileError, Order, SimulationError
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.lab.exercises.judging import WrongError
 from tilewise.lab.exercises.problem import Problem
-from tilewise.spec import Tile
+from tilewise.spec import Partial, Tile
 
 
 def checked(path: Path, rung: str, problems: Iterable[Problem], tile: Tile) -> Iterator[str]:
@@ -23,14 +23,15 @@ def checked(path: Path, rung: str, problems: Iterable[Problem], tile: Tile) -> I
         for order in Order:
             kernel = CudaSimKernel(rung, order)
             kernel.rung = given
-            problem.check(_out(kernel, problem, tile))
+            done = _forward(kernel, problem, tile)
+            problem.check(done.out, done.lse)
         yield problem.about
 
 
-def _out(kernel: CudaSimKernel, problem: Problem, tile: Tile) -> object:
+def _forward(kernel: CudaSimKernel, problem: Problem, tile: Tile) -> Partial:
     call = problem.call()
     try:
-        return kernel.forward(call.spec, call.q, call.k, call.v, tile).out
+        return kernel.forward(call.spec, call.q, call.k, call.v, tile)
     except SimulationError as report:
         raise WrongError(f"{problem.about}: the simulator stopped it:\n{report}") from None
     except CompileError as error:

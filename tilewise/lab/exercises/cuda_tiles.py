@@ -60,6 +60,7 @@ def grade(path: Path) -> Iterator[str]:
     )
     problems = (
         Problem.random("one head, several tiles", (1, 1, 40, 70, 40, 40), block=32, told=usual),
+        Problem.large((1, 1, 40, 70, 40, 40), block=32),
         Problem.random("causal, two heads", (1, 2, 20, 37, 16, 24), block=32, causal=True),
     )
     yield from checked(path, "tiled", problems, Tile(16, 32))

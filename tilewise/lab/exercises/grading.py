@@ -50,7 +50,8 @@ def graded(name: str, path: Path, limit: float) -> Verdict:
             verdict: Verdict = child.ask("grade", timeout=limit)
         except RefusedError as error:
             if error.status == "timed out":
-                return Verdict(wrong=f"it does not end: stopped after {limit:g} s. Does every loop come to its end?")
+                told = f"it does not end: stopped after {limit:g} s. Does every loop come to its end?"
+                return Verdict(wrong=f"{told} On a busy machine --limit gives it longer")
             return Verdict(wrong=str(error))
     return verdict
 

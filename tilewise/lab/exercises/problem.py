@@ -16,6 +16,9 @@ from tilewise.lab.exercises.habits import HABITS, Habit, after, recognised
 from tilewise.lab.exercises.judging import compare
 from tilewise.validate import Call
 
+OVERFLOW = "exp of more than 88 overflows in float32: subtract the maximum of all scores so far before exp."
+_OF_LSE = "out is right, so it is row_max or row_sum that are not what step 7 makes lse of."
+
 
 @dataclass(frozen=True, eq=False)
 class Problem:
@@ -31,22 +34,31 @@ class Problem:
     told: str = ""  # what to think of if it is wrong, and no habit explains it
 
     @classmethod
-    def random(cls, about: str, shape: Sequence[int], dtype: str = "float32", **options: Any) -> Problem:
+    def large(cls, shape: Sequence[int], **options: Any) -> Problem:
+        """Scores that no exp takes without the maximum."""
+        return cls.random("scores of some hundreds", shape, spread=200.0, told=OVERFLOW, **options)
+
+    @classmethod
+    def random(
+        cls, about: str, shape: Sequence[int], dtype: str = "float32", spread: float = 2.0, **options: Any
+    ) -> Problem:
         """shape: batch, heads, n_q, n_k, d, d_v. Scores are wide apart, so that row_max grows in later blocks."""
         batch, heads, n_q, n_k, d, d_v = shape
         rng = np.random.default_rng(0)
         q, k, v = (rng.standard_normal((batch, heads, *size)) for size in ((n_q, d), (n_k, d), (n_k, d_v)))
-        q, k, v = (arrays.narrow(x, dtype) for x in (2 * q, k, v))
+        q, k, v = (arrays.narrow(x, dtype) for x in (spread * q, k, v))
         return cls(about, q, k, v, **options)
 
     def call(self) -> Call:
         """On copies: a learner may write to them."""
         return validate.prepare(self.q.copy(), self.k.copy(), self.v.copy(), causal=self.causal)
 
-    def check(self, got: Any) -> None:
-        """got: the output, (batch, heads, n, d)."""
-        expected = next(x for x in contract.expected_forward(self.call()) if x.what == "out")
-        compare(self.about, expected, got, lambda: recognised([got], self._mistaken()) or self.told)
+    def check(self, out: Any, lse: Any = None) -> None:
+        """out: (batch, heads, n, d). lse: (batch, heads, n), of kernels that have one."""
+        exact = {expected.what: expected for expected in contract.expected_forward(self.call())}
+        compare(self.about, exact["out"], out, lambda: recognised([out], self._mistaken()) or self.told)
+        if lse is not None:
+            compare(self.about, exact["lse"], lse, lambda: _OF_LSE)
 
     def _mistaken(self) -> Iterator[tuple[Habit, list[Array]]]:
         q, k, v = (arrays.widen(x, np.float64) for x in (self.q, self.k, self.v))

@@ -62,44 +62,45 @@ MEMORY_N, MEMORY_BLOCK = 768, 32
 
 def grade(path: Path) -> Iterator[str]:
     loops = load(path, "queries_outer").queries_outer
-    yield _checked(loops, "one block", (8, 8, 4, 4), (8, 8))
-    yield _checked(loops, "several blocks", (32, 48, 8, 8), (8, 16))
-    yield _checked(loops, "sizes that do not divide lengths", (37, 53, 8, 5), (7, 16))
-    yield _checked(loops, "a causal mask", (40, 40, 8, 8), (16, 8), causal=True)
     zero = "The first queries see no key at all: their output is 0. finish() divides by row_sum only where it is not 0."
-    yield _checked(loops, "more queries than keys, causal", (12, 9, 4, 4), (4, 2), causal=True, told=zero)
     wide = "Is everything summed in float32? widen before computing, narrow before storing."
-    yield _checked(loops, "float16", (24, 200, 16, 16), (8, 4), dtype="float16", told=wide)
+    for size_q, problem in (
+        (8, Problem.random("one block", (1, 1, 8, 8, 4, 4), block=8)),
+        (8, Problem.random("several blocks", (1, 1, 32, 48, 8, 8), block=16)),
+        (7, Problem.random("sizes that do not divide lengths", (1, 1, 37, 53, 8, 5), block=16)),
+        (8, Problem.large((1, 1, 16, 24, 8, 8), block=8)),
+        (16, Problem.random("a causal mask", (1, 1, 40, 40, 8, 8), block=8, causal=True, skipped_by=16)),
+        (4, Problem.random("more queries than keys", (1, 1, 12, 9, 4, 4), block=2, causal=True, told=zero)),
+        (8, Problem.random("float16", (1, 1, 24, 200, 16, 16), "float16", block=4, told=wide)),
+    ):
+        _check(loops, problem, size_q)
+        yield problem.about
     yield _memory(loops)
 
 
-def _checked(
-    loops: Any, about: str, sizes: tuple[int, ...], block: tuple[int, int], causal: bool = False,
-    dtype: str = "float32", told: str = "",
-) -> str:  # fmt: skip
-    n_q, n_k = sizes[:2]
-    problem = Problem.random(
-        about, (1, 1, *sizes), dtype, block=block[1], skipped_by=block[0], causal=causal, told=told
-    )
-    asked: list[tuple[slice, slice]] = []
+def _check(loops: Any, problem: Problem, size_q: int) -> None:
+    """The output, and how many blocks were asked for and computed."""
+    call, asked = problem.call(), []
+    n_q, n_k = call.shape.n_q, call.shape.n_k
 
     def visible(rows: slice, cols: slice) -> Array | bool:
         asked.append((rows, cols))
-        return visible_causal(n_k - n_q, rows, cols) if causal else True
+        return visible_causal(n_k - n_q, rows, cols) if problem.causal else True
 
-    out = np.full((n_q, sizes[3]), np.nan, dtype)
-    call = problem.call()
-    computed = loops(call.q[0, 0], call.k[0, 0], call.v[0, 0], *block, visible, out)
+    out = np.full((n_q, call.shape.d_v), np.nan, call.q.dtype)
+    computed = loops(call.q[0, 0], call.k[0, 0], call.v[0, 0], size_q, problem.block, visible, out)
     problem.check(out[None, None])
-    counted = count_blocks(n_q, n_k, *block, causal=causal)
+    counted = count_blocks(n_q, n_k, size_q, problem.block, causal=problem.causal)
     if len(asked) != counted.total:
-        raise WrongError(f"{about}: visible was asked of {len(asked)} blocks, and there are {counted.total}")
+        raise WrongError(
+            f"{problem.about}: visible was asked of {len(asked)} blocks, and there are {counted.total}: once of each"
+        )
     if computed != counted.computed:
         skips = f"; visible said False of {counted.skipped}, which are skipped" if counted.skipped else ""
         raise WrongError(
-            f"{about}: it returned {computed!r} as the number of blocks computed, expected {counted.computed}{skips}"
+            f"{problem.about}: it returned {computed!r} as the number of blocks computed, "
+            f"expected {counted.computed}{skips}"
         )
-    return about
 
 
 def _memory(loops: Any) -> str:
