@@ -162,7 +162,9 @@ def _folder_and_names(words: Sequence[str]) -> tuple[Folder, list[str]]:
     from tilewise.lab.exercises.folder import Folder
 
     names = [word for word in words if Path(word).stem in NAMES and not Path(word).is_dir()]
-    folders = {word for word in words if word not in names} | {str(Path(x).parent) for x in names if "/" in x}
+    folders = {word for word in words if word not in names} | {
+        str(Path(x).parent) for x in names if Path(x).parent != Path()
+    }
     unknown = next((word for word in folders if not Path(word).is_dir()), None)
     if unknown is not None:
         raise UserError(f"expected a folder or one of {EXERCISES}, got {unknown!r}")

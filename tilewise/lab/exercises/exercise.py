@@ -27,6 +27,7 @@ class Exercise:
 
     @property
     def name(self) -> str:
+        """That of the module it is written in."""
         return self.grade.__module__.rpartition(".")[2]
 
     @property
@@ -55,7 +56,7 @@ class Exercise:
 
     def all_hints(self) -> list[str]:
         where = f"The project's own lines are in {self.source.where()}. `tilewise lab solution {self.name}` shows them."
-        return [*(" ".join(hint.split()) if "\n\n" not in hint else hint.strip() for hint in self.hints), where]
+        return [*self.hints, where]
 
     # -- what is refused before anything runs -------------------------------------------------------------------------
 
