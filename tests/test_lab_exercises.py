@@ -169,6 +169,7 @@ def test_skeletons_are_the_source_without_its_solution(name: str) -> None:
         taken = lines[cut.first : cut.end]
         own = {line for line in taken if lines.count(line) == 1 and not line.strip().startswith(("# ", "// "))}
         assert own and not own & set(mine)
+        assert taken[-1].strip()
         assert "\n".join(taken) in whole
         assert "\n".join(taken) in source.solution()
     marker = '"your code here"'
@@ -178,8 +179,8 @@ def test_skeletons_are_the_source_without_its_solution(name: str) -> None:
 
 
 def test_a_source_that_lost_its_labels_is_told() -> None:
-    with pytest.raises(ValueError, match=r"softmax.py has none of 9: what was to be cut"):
-        _ = Source("softmax.py", cut=("9",)).cuts
+    with pytest.raises(ValueError, match=r"softmax.py has nothing more to cut that is called '2'"):
+        _ = Source("softmax.py", cut=("5", "2")).cuts
 
 
 # -- what learners get wrong ------------------------------------------------------------------------------------------

@@ -38,26 +38,25 @@ class Source:
 
     def text(self, *, cut: bool) -> str:
         """What the learner gets, or with cut=False the same with the project's own lines in their place."""
-        places = {place.first: place for place in self.cuts} if cut else {}
-        lines, skipped = [], 0
+        instead = {place.first: place.instead for place in self.cuts} if cut else {}
+        hidden = {number for place in self.cuts for number in range(place.first, place.end)} if cut else set()
+        lines: list[str] = []
         for number in self._kept:
-            if number in places:
-                lines += places[number].instead
-                skipped = places[number].end
-            elif number == _BLANK:
-                lines.append("")
-            elif number >= skipped or not cut:
-                lines.append(self._lines[number])
+            lines += instead.get(number, [])
+            if number not in hidden:
+                lines.append("" if number == _BLANK else self._lines[number])
         return "\n".join(lines) + "\n"
 
     @cached_property
     def cuts(self) -> list[Cut]:
         """What is taken out, in order."""
-        made = [*self._steps(), *self._bodies()]
-        found = sorted(cut for cut in made if cut.first in self._kept and cut.first < cut.end)
-        if not found:
-            raise ValueError(f"{self.file} has none of {', '.join(self.cut)}: what was to be cut has another name now")
-        return found
+        made: list[Cut] = []
+        for name in self.cut:
+            found = [cut for cut in self._cut_out(name) if cut.first in self._kept and cut.first < cut.end]
+            if not found:
+                raise ValueError(f"{self.file} has nothing more to cut that is called {name!r}")
+            made += found
+        return sorted(made)
 
     def solution(self) -> str:
         """The lines that were taken out, with their places."""
@@ -108,21 +107,21 @@ class Source:
     def _named(self, name: str) -> ast.stmt:
         return next(x for x in self._tree.body if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == name)
 
-    def _steps(self) -> Iterator[Cut]:
+    def _cut_out(self, name: str) -> Iterator[Cut]:
+        return self._step(name) if name.isdigit() else self._body(name)
+
+    def _step(self, name: str) -> Iterator[Cut]:
         for (label, step), (end, _) in pairwise([*starts(self._lines), (len(self._lines), "")]):
-            if step in self.cut:
+            if step == name:
                 while not self._lines[end - 1].strip():
                     end -= 1
                 yield Cut(label + 1, end, [_indent(self._lines[label]) + self._marker])
 
-    def _bodies(self) -> Iterator[Cut]:
-        for name in self.cut:
-            if not name.isdigit():
-                statements = _body(self._named(name))[1:]  # the first is the docstring
-                first, end = statements[0].lineno - 1, statements[-1].end_lineno or 0
-                indent = _indent(self._lines[first])
-                labels = [self._lines[i].strip() for i, step in starts(self._lines) if step and first <= i < end]
-                yield Cut(first, end, [indent + line for line in [*labels, self._marker]])
+    def _body(self, name: str) -> Iterator[Cut]:
+        statements = _body(self._named(name))[1:]  # the first is the docstring
+        first, end = statements[0].lineno - 1, statements[-1].end_lineno or 0
+        labels = [self._lines[i].strip() for i, step in starts(self._lines) if step and first <= i < end]
+        yield Cut(first, end, [_indent(self._lines[first]) + line for line in (*labels, self._marker)])
 
     @property
     def _marker(self) -> str:
