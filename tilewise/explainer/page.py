@@ -20,6 +20,7 @@ from tilewise.explainer import generated, places, sources
 from tilewise.explainer.record import Numbers, Recording, Step
 from tilewise.schedule import Plan
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.steps import STEPS
 
 MOST_BYTES = 1_400_000  # of recorded numbers in a page: with all else it stays below 2 MB
 ASSETS = Path(__file__).with_name("assets")
@@ -53,7 +54,7 @@ def payload(spec: Attention, made: Recording, asked: Mapping[str, Any], timeline
         "lse": _packed(made.done.lse),
         "formulas": generated.formulas(spec),
         "code": generated.code(spec),
-        "labels": list(sources.STEPS.items()),
+        "labels": list(STEPS.items()),
         "sources": {name: [asdict(x) for x in sources.sections(name)] for name in sources.FILES},
         "places": [asdict(x) for x in places.placements(spec, shape, tile)],
         "timeline": dict(timeline),
