@@ -1,7 +1,7 @@
 """The site: Sphinx reads the pages as they are, plain Markdown, and fails on a link that leads nowhere (`make site`).
 
-Three things are added here: the menu, formulas as MathML, which browsers draw by themselves, and a page for every
-source file that a page links to. So nothing asks a network for anything.
+Added here are the menu, formulas as MathML, which browsers draw by themselves, and a page for every source file that
+a page links to. So nothing asks a network for anything.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from docs.navigation import NAVIGATION  # noqa: E402
 project = html_title = "Tilewise"
 extensions = ["myst_parser"]
 myst_enable_extensions = ["dollarmath"]
-myst_heading_anchors = 3
+myst_heading_anchors = 4
 html_theme = "furo"
 html_theme_options = {"source_edit_link": ""}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_math_renderer = "mathml"
+smartquotes = False  # reasons quote code
 html_show_sphinx = html_show_copyright = html_copy_source = False
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
@@ -43,6 +44,7 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", inline_renderers=(_formula, None), block_renderers=(_formula, None))
     app.connect("source-read", _add_menu)
     app.connect("doctree-read", _link_sources, priority=100)  # before Sphinx copies files that are linked to
+    app.connect("doctree-read", _size_figures)
     app.connect("html-collect-pages", _source_pages)
 
 
@@ -70,6 +72,13 @@ def _link_sources(app: Sphinx, tree: nodes.document) -> None:
         linked.add(path)
         to = app.builder.get_relative_uri(page, f"{SOURCES}/{path}")
         link.replace_self(nodes.reference("", "", *link.children, refuri=to, internal=True))
+
+
+def _size_figures(app: Sphinx, tree: nodes.document) -> None:
+    """Those of the tutorial have more pixels than they are wide, for screens that show more."""
+    if app.env.docname.startswith("tutorial/"):
+        for image in tree.findall(nodes.image):
+            image["width"] = "560px"
 
 
 def _source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:

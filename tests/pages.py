@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 _BLOCK = re.compile(r"```python\n(?P<code>.*?)```(?:\n\n```text\n(?P<printed>.*?)```)?", re.DOTALL)
-_FILE = re.compile(r"# (?P<path>[\w/]+\.py)\n")
+_FILE = re.compile(r"```(?:python|cuda)\n(?P<text>(?:#|//) (?P<path>[\w/]+\.(?:py|cu))\n.*?)```", re.DOTALL)
 _DIFF = re.compile(r"```diff\n--- (?P<path>\S+)\n(?P<hunks>.*?)```", re.DOTALL)
 
 
@@ -28,7 +28,7 @@ def run(page: Path) -> None:
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 8, 64, 16))
     names: dict[str, Any] = {"q": q, "k": k, "v": v}
     for block in _BLOCK.finditer(page.read_text()):
-        if _FILE.match(block["code"]):
+        if _FILE.match(block[0]):
             continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
@@ -40,11 +40,10 @@ def run(page: Path) -> None:
 def apply(page: Path, folder: Path) -> None:
     """Write the page's files into a folder, and make its changes there."""
     text = page.read_text()
-    for block in _BLOCK.finditer(text):
-        if file := _FILE.match(block["code"]):
-            path = folder / file["path"]
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(block["code"][file.end() :])
+    for file in _FILE.finditer(text):
+        path = folder / file["path"]
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(file["text"])
     for diff in _DIFF.finditer(text):
         path = folder / diff["path"]
         path.write_text(_changed(path.read_text(), diff["hunks"]))

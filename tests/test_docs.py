@@ -30,9 +30,11 @@ def _name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != EXTENDING], ids=_name)
-def test_code_runs(page: Path) -> None:
+def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in pages.needed(page):
         pytest.importorskip(module)
+    pages.apply(page, tmp_path)
+    monkeypatch.chdir(tmp_path)
     pages.run(page)
 
 
