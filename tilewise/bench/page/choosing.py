@@ -42,7 +42,7 @@ def colours(run: Run) -> dict[str, str]:
 
 def number(value: float) -> str:
     """Three digits."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 # -- speed ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ Cell = Mapping[str, Any]  # what was computed: work, variant, d, n ...
 # What tells cells apart, in the order in which they are named, and how each is written.
 FIELDS = {
     "work": "{}", "variant": "{}", "dtype": "{}", "d": "d {}", "n": "n {}", "inputs": "{} inputs",
-    "packed": "packed {}", "ranks": "{} ranks", "layout": "{}", "heads": "{} heads", "heads_k": "{} key heads",
+    "packed": "packed {}", "ranks": "ranks: {}", "layout": "{}", "heads": "{} heads", "heads_k": "{} key heads",
     "queries": "queries: {}", "batch": "batch {}",
 }  # fmt: skip
 _FOLLOWING = ("heads", "heads_k", "queries", "batch", "layout")  # may follow from the others, as heads do from d

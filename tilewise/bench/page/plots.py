@@ -45,10 +45,10 @@ def _figure(run: Run, chart: Chart) -> Any:
     else:
         across = min(len(chart.panels), _COLUMNS)
         down = -(-len(chart.panels) // across)
-        figure = parts.new_figure(max(4.2 * across, 6.5), _height(chart) * down + 1.2)
+        figure = parts.new_figure(max(4.2 * across, 9.0), _height(chart) * down + 1.2)
         axes = figure.subplots(down, across, squeeze=False, sharey=isinstance(chart, Lines))
         _panels(axes, chart)
-        parts.legend(figure, axes, f"{run.title}: {chart.title}")
+        parts.legend(figure, axes, f"{run.title}\n{chart.title}")
     figure.supxlabel(f"{run.conditions}\n{run.origin}", fontsize=6.5, color=parts.TEXT, wrap=True)
     return figure
 
@@ -87,7 +87,7 @@ def _lines(axis: Any, chart: Lines, panel: Panel) -> None:
             axis.fill_between(x, low, high, color=series.colour, alpha=0.15, linewidth=0)
     lengths = sorted({p.x for series in panel.series for p in series.points})
     parts.log_ticks(axis, [int(n) for n in lengths])
-    axis.set_xticks(lengths, [short(n) for n in lengths], fontsize=8)
+    axis.set_xticks(lengths, [short(n) for n in lengths], fontsize=8, rotation=0)
     if chart.logarithmic:
         axis.set_yscale("log", base=2 if chart.name == "memory" else 10)
         axis.yaxis.set_minor_formatter(NullFormatter())

@@ -90,7 +90,8 @@ for (const chart of document.querySelectorAll("svg.chart, table.heat")) {
 }
 for (const chart of document.querySelectorAll("svg.chart")) {
   chart.addEventListener("keydown", step);
-  chart.addEventListener("blur", hide);
+  chart.addEventListener("blur", () => chart.contains(marked) && hide());
 }
-addEventListener("scroll", hide, { passive: true });
+// What the keyboard has chosen stays; what was pointed at is elsewhere now.
+addEventListener("scroll", () => (document.activeElement?.contains(marked) ? place(marked) : hide()), { passive: true });
 document.getElementById("theme").addEventListener("click", switchTheme);
