@@ -59,7 +59,7 @@ class Measurement:
 class Run:
     """A results file."""
 
-    path: str  # as it was named
+    path: str  # as the page names it
     name: str  # the section of a suite, or what stands for one
     title: str
     unit: Unit
@@ -68,7 +68,7 @@ class Run:
     machine: Mapping[str, Any]
     measurements: list[Measurement]
     about: Mapping[str, Any]  # all that the file says
-    origin: str  # the file, when, of which sources
+    origin: str  # when, and of which sources
     conditions: str  # the machine and the versions
     absent: Mapping[str, str]  # who was not there, and why
 

@@ -49,7 +49,7 @@ def _figure(run: Run, chart: Chart) -> Any:
         axes = figure.subplots(down, across, squeeze=False, sharey=isinstance(chart, Lines))
         _panels(axes, chart)
         parts.legend(figure, axes, f"{run.title}\n{chart.title}")
-    figure.supxlabel(f"{run.conditions}\n{run.origin}", fontsize=6.5, color=parts.TEXT, wrap=True)
+    figure.supxlabel(f"{run.conditions}\n{run.path} · {run.origin}", fontsize=6.5, color=parts.TEXT, wrap=True)
     return figure
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class BadResultsError(ValueError):
     """A file that `tilewise bench` did not write so: what is wrong with it."""
 
 
-def read(path: Path) -> Run:
+def read(path: Path, name: str = "") -> Run:
+    """name: what the page calls the file."""
     try:
         results = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
@@ -42,7 +44,7 @@ def read(path: Path) -> Run:
     if not isinstance(results.get("records"), list) or not results["records"]:
         raise BadResultsError("has no records")
     try:
-        return reader(path, results)
+        return replace(reader(path, results), path=name or path.name)
     except (KeyError, TypeError, AttributeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise BadResultsError(f"is not as schema {schema!r} has it: {what}") from None
@@ -77,17 +79,17 @@ def _run(path: Path, results: Results, measurements: Iterable[Measurement], **fi
     made = {"machine": results.get("machine"), "versus": _PEERS, "limit": "", **fields}
     where = [machine.one_line(made["machine"]), *machine.gpu_lines(made["machine"])]
     return Run(
-        str(path), measurements=list(measurements), about=results, origin=_origin(path, results),
+        path.name, measurements=list(measurements), about=results, origin=_origin(results),
         conditions=" · ".join(where), absent=dict(results.get("missing") or {}), **made,
     )  # fmt: skip
 
 
-def _origin(path: Path, results: Results) -> str:
+def _origin(results: Results) -> str:
     source = results.get("source") or results.get("revision") or {}
     commit = f"commit {source['commit'][:10]}" if source.get("commit") else "commit not recorded"
     date = str(results.get("date") or "date not recorded").replace("T", " ").replace("Z", " UTC")
     version = f"tilewise {results.get('tilewise') or 'of unknown version'}"
-    return " · ".join([str(path), date, commit + (", changed" if source.get("dirty") else ""), version])
+    return " · ".join([date, commit + (", changed" if source.get("dirty") else ""), version])
 
 
 def _judged(r: Record) -> dict[str, Any]:
@@ -263,11 +265,12 @@ def found(places: Iterable[Path]) -> tuple[list[Run], dict[str, str]]:
     runs, left_out = [], {}
     for place in places:
         if not place.is_dir():
-            runs.append(read(place))
+            runs.append(read(place, place.name if place.is_absolute() else str(place)))
             continue
         for path in sorted(place.rglob("*.json")):
+            name = str(Path(place.resolve().name, path.relative_to(place)))  # no page tells where a folder lies
             try:
-                runs.append(read(path))
+                runs.append(read(path, name))
             except BadResultsError as error:
-                left_out[str(path)] = str(error)
+                left_out[name] = str(error)
     return runs, left_out

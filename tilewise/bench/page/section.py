@@ -20,7 +20,7 @@ def made(run: Run, name: str, ink: drawing.Ink, compared: against.Comparison | N
     figures = "".join(_figure(chart, ink) for chart in charts(run))
     return (
         f'<section class="panel run" id="{name}"><h3>{escape(_capital(run.title))}</h3>'
-        f'<p class="where">{escape(run.origin)}<br>{escape(run.conditions)}</p>'
+        f'<p class="where">{escape(run.path)} · {escape(run.origin)}<br>{escape(run.conditions)}</p>'
         f'<p class="note">{escape(_about(run))}</p><div class="figures">{figures}</div>{_remarks(run)}'
         f"<details><summary>Every number of these charts</summary>{_table(run, ink, compared)}</details></section>"
     )

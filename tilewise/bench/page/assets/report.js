@@ -71,7 +71,8 @@ function step(event) {
   const marks = [...event.currentTarget.querySelectorAll("[data-row]")];
   const here = marks.includes(marked) ? marked : null;
   event.preventDefault();
-  show(here === null ? marks[0] : (next(marks, here, by) ?? here));
+  const first = event.currentTarget.querySelector(".ours [data-row]") ?? marks[0];
+  show(here === null ? first : (next(marks, here, by) ?? here));
 }
 
 function next(marks, here, [across, down]) {
