@@ -20,9 +20,9 @@ GREY = "#94a3b8"
 TEXT = "#475569"
 _OURS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#a16207", "#15803d")
 _PEERS = {
-    "torch sdpa": "#1d4ed8", "torch naive": "#60a5fa", "numpy naive": "#64748b",
+    "torch sdpa": "#1d4ed8", "torch naive": "#0284c7", "numpy naive": "#64748b",
     "cuDNN": "#1d4ed8", "FlashAttention-4": "#15803d", "FlexAttention": "#64748b",
-    "torch sdpa efficient": "#60a5fa", "FlashAttention-4 deterministic": "#86efac",
+    "torch sdpa efficient": "#0284c7", "FlashAttention-4 deterministic": "#65a30d",
 }  # fmt: skip
 _OTHERS = ("#0369a1", "#4d7c0f", "#6d28d9", "#b45309")
 PAGE = 4096  # bytes: nothing measurable is drawn here, as a logarithmic axis has no 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from html import escape
+from itertools import groupby
 
 from tilewise.bench.page import against, drawing
 from tilewise.bench.page.charts import Chart
@@ -48,17 +49,18 @@ def _about(run: Run) -> str:
 
 def _remarks(run: Run) -> str:
     """Who has no number, so that a missing line is not taken for an oversight."""
-    told = {f"{who} is not here: {why}": 0 for who, why in run.absent.items()}
-    for m in run.measurements:
-        if not m.is_right:
-            what = f"{m.contestant}: {m.status}" + (f": {m.reason}" if m.reason else "")
-            told[what] = told.get(what, 0) + 1
-    lines = [what + (f" ({_cells(count)})" if count else "") for what, count in told.items()]
+    lines = [f"{who} is not here: {why}" for who, why in run.absent.items()]
+    unwell = sorted((m for m in run.measurements if not m.is_right), key=_trouble)
+    for (who, status), found in groupby(unwell, key=_trouble):
+        reasons = [m.reason for m in found]
+        cells = "1 cell" if len(reasons) == 1 else f"{len(reasons)} cells"
+        such_as = ", such as" if len(set(reasons)) > 1 else ""
+        lines.append(f"{who}: {status} in {cells}{such_as}" + (f": {reasons[0]}" if reasons[0] else ""))
     return f'<ul class="notes">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>' if lines else ""
 
 
-def _cells(count: int) -> str:
-    return "1 cell" if count == 1 else f"{count} cells"
+def _trouble(m: Measurement) -> tuple[str, str]:
+    return m.contestant, m.status
 
 
 # -- every number -----------------------------------------------------------------------------------------------------
