@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize prove-gpu pictures site clean
+.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize prove-gpu report pictures site clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
@@ -16,6 +16,7 @@ help:
 	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
 	@echo "make sanitize  the native library under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make prove-gpu  what needs a GPU: its tests, compute-sanitizer, random calls"
+	@echo "make report    results/ as one HTML page, build/report.html"
 	@echo "make pictures  draw the figures and write the tables of the docs again"
 	@echo "make site      the docs as a site, in build/site"
 	@echo "make clean     remove .venv, caches and what was built"
@@ -77,6 +78,10 @@ sanitize: $(VENV)/.test
 # What CI has no machine for: the tests that need a GPU, compute-sanitizer's tools on some of them, random calls.
 prove-gpu: library
 	$(BIN)/python tests/prove_gpu.py build/proof
+
+report: $(VENV)/.package
+	@mkdir -p build
+	@$(BIN)/tilewise bench --report results -o build/report.html
 
 pictures: $(VENV)/.test
 	$(BIN)/python docs/figures.py

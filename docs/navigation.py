@@ -11,5 +11,5 @@ NAVIGATION = {
     ),
     "Use": ("cookbook", "support", "contract"),
     "Learn by doing": ("lab", "explain", "simulator"),
-    "Inside": ("design", "extending", "performance"),
+    "Inside": ("design", "extending", "performance", "report"),
 }
