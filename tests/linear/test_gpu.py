@@ -68,6 +68,7 @@ def test_the_same_bits_again(dtype: str) -> None:
         assert torch.equal(x, second[name]), name
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what its compiler imports
 def test_training_and_auto() -> None:
     x = torch.randn(1, 4, 300, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     gate = torch.full((1, 4, 300), -0.1, device="cuda", requires_grad=True)

@@ -33,7 +33,7 @@ from tilewise.walking import remembered
 _BLOCK = 1024  # numbers of a state that a program of `scan` has
 _COLUMNS = 64  # or rows of a state that a program has in registers
 _ROOM = 160 << 10  # bytes of shared memory that two stages of the widest heads take; other GPUs have one
-_PROGRAMS = 2  # for each processor: one computes while the other loads
+_PROGRAMS = 8  # for each processor: some compute while others load, and none is left alone at the end
 _LEAST_CHUNKS = 4  # of a segment, or reading and writing states would take longer than the chunks
 
 
@@ -222,7 +222,7 @@ def _told(spec: Linear, shape: Shape, chunk: int) -> Told:
     named = {
         "FEATURE": _functions(spec).feature, "TYPE": getattr(tl, shape.dtype), "CHUNK": chunk, "BLOCK": block,
         "D": shape.d, "D_V": shape.d_v, "DEPTH": depth, "COLUMNS": columns,
-        "num_warps": 8 if depth * columns > _COLUMNS**2 else 4,
+        "num_warps": 4,
         "num_stages": 2 if shared_memory(shape.device) >= _ROOM else 1,
     }  # fmt: skip
     return Told(named, -(-shape.d // block), -(-shape.d_v // block))

@@ -68,6 +68,15 @@ def d_segment_states(
 
 
 @triton.jit
+def segment_of(states, totals, segment, size, number, left):
+    """What a segment adds to these numbers of the state, and by how much it decays each; 0 if no segment is left."""
+    none = number * 0
+    there = (number < size) & (none < left)
+    added = tl.load(states + tl.cast(segment, tl.int64) * size + number, mask=there, other=0.0)
+    return added, tl.load(totals + segment + none, mask=there, other=0.0)
+
+
+@triton.jit
 def scan(
     states, totals, initial, final, firsts, n_segments, heads_k, size,
     PACKED: tl.constexpr, BACKWARDS: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
@@ -87,13 +96,20 @@ def scan(
     state = tl.zeros([BLOCK], tl.float32)
     if initial is not None:
         state = tl.load(initial + slot, mask=inside, other=0.0)
+    # Segments are visited from `begin` on; each is read four ahead, as memory takes longer to answer than a step does.
+    begin, step = (last - 1, -1) if BACKWARDS else (first, 1)
+    segment, apart = (base + begin) * heads_k + hk, step * heads_k
+    added_0, total_0 = segment_of(states, totals, segment, size, number, last - first)
+    added_1, total_1 = segment_of(states, totals, segment + apart, size, number, last - first - 1)
+    added_2, total_2 = segment_of(states, totals, segment + 2 * apart, size, number, last - first - 2)
     for i in range(first, last):
-        segment = (base + (first + last - 1 - i if BACKWARDS else i)) * heads_k + hk
-        at = states + tl.cast(segment, tl.int64) * size + number
-        added = tl.load(at, mask=inside, other=0.0)
+        added, total = added_0, total_0
+        added_0, added_1, total_0, total_1 = added_1, added_2, total_1, total_2
+        added_2, total_2 = segment_of(states, totals, segment + 3 * apart, size, number, last - i - 3)
         if CAUSAL:
-            tl.store(at, state, mask=inside)
-        state = state * tl.exp(tl.load(totals + segment)) + added
+            tl.store(states + tl.cast(segment, tl.int64) * size + number, state, mask=inside)
+        state = state * tl.exp(total) + added
+        segment += apart
     tl.store(final + slot, state, mask=inside)
     if not CAUSAL:
         for i in range(first, last):
