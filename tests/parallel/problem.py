@@ -1,0 +1,104 @@
+"""A conformance case in one process and over several: its tensors, its results, and how near they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import tilewise as tw
+from tests.parallel.pool import mesh
+from tests.torch_cases import with_tensors
+from tilewise import arrays, parallel
+from tilewise.cases import Case
+from tilewise.parallel.team import ranks_of
+from tilewise.rope import Rope
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+ALLOWED = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+def check(case: Case, ways: list[tuple[str, Any, str]]) -> None:
+    """In a process of the pool: out, lse and every gradient are those of one process, on each mesh, with each layout
+    and method, as far as the case's type can tell."""
+    ways = [way for way in ways if mesh(way[0]).get_coordinate() is not None]
+    if not ways:
+        return
+    alone = Problem(case)
+    out, lse = alone.run(tw.attention if alone.lengths is None else tw.attention_varlen)
+    d_out, d_lse = (torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1)) for x in (out, lse))
+    expected = alone.results(out, lse, d_out, d_lse)
+    for where, layout, method in ways:
+        found = _shared(case, where, layout, method, d_out, d_lse)
+        assert expected.keys() == found.keys()
+        for what, want in expected.items():
+            _compare(f"{case.name}, {where} ranks, {layout}, {method}: {what}", found[what], want, case.dtype)
+
+
+def _compare(what: str, found: Any, want: Any, dtype: str) -> None:
+    assert (found is None) == (want is None), what
+    if want is None:
+        return
+    assert (found.shape, found.dtype) == (want.shape, want.dtype), what
+    allowed = max(ALLOWED[dtype], ALLOWED[arrays.dtype_name(want)])  # an array may be of a coarser type than q
+    infinite, want, found = want.isinf(), want.double(), found.double()
+    assert torch.equal(found[infinite], want[infinite]), what
+    error, largest = (float(x[~infinite].abs().amax()) if x[~infinite].numel() else 0.0 for x in (found - want, want))
+    assert error <= allowed * max(largest, 1), f"{what} is off by {error:.2g}, beside {largest:.2g}"
+
+
+def _shared(case: Case, where: str, layout: Any, method: str, d_out: torch.Tensor, d_lse: torch.Tensor) -> Any:
+    whole = Problem(case)
+    dim, ranks = (2 if whole.lengths is None else 0), mesh(where)
+
+    def part(x: torch.Tensor, dim: int = dim) -> torch.Tensor:
+        return parallel.shard(x, ranks, dim=dim, layout=layout)
+
+    def joined(x: torch.Tensor) -> torch.Tensor:
+        return parallel.unshard(x, ranks, dim=dim, layout=layout)
+
+    shard = whole.sharded(part)
+    call = parallel.attention if shard.lengths is None else parallel.attention_varlen
+    out, lse = shard.run(call, mesh=ranks, layout=layout, method=method)
+    return shard.results(out, lse, part(d_out), part(d_lse), joined, ranks_of(ranks).sum)
+
+
+class Problem:
+    """The tensors of a case, each with a gradient if it can have one."""
+
+    def __init__(self, case: Case) -> None:
+        inputs = case.inputs()
+        self.learned: list[torch.Tensor] = []
+        self.operands = [arrays.as_tensor(x).clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        self.options = {name: with_tensors(value, self._tensor) for name, value in inputs.options.items()}
+        self.lengths = inputs.lengths
+
+    def _tensor(self, values: Any) -> torch.Tensor:
+        made = torch.from_numpy(np.array(values))
+        if made.is_floating_point():
+            self.learned.append(made.requires_grad_())
+        return made
+
+    def sharded(self, part: Any) -> Problem:
+        """This rank's q, k, v and positions."""
+        self.operands = [part(x.detach()).clone().requires_grad_() for x in self.operands]
+        rope = self.options.get("rope")
+        if isinstance(rope, Rope):
+            given = {name: x for name, x in rope.arrays.items() if name.startswith("positions")}
+            self.options["rope"] = replace(rope, **{name: part(torch.as_tensor(x), -1) for name, x in given.items()})
+        return self
+
+    def run(self, call: Any, **how: Any) -> Any:
+        return call(*self.operands, *(self.lengths or ()), **self.options, **how, return_lse=True)
+
+    def results(
+        self, out: Any, lse: Any, d_out: Any, d_lse: Any, joined: Change = lambda x: x, total: Change = lambda x: x
+    ) -> dict[str, Any]:
+        """lse may be -inf, and has no slope there."""
+        ((out * d_out).sum() + (torch.where(lse > -torch.inf, lse, 0) * d_lse).sum()).backward()
+        made = {"out": joined(out.detach()), "lse": joined(lse.detach())}
+        made |= {f"d_{name}": joined(x.grad) for name, x in zip("qkv", self.operands, strict=True)}
+        return made | {f"d_array {i}": None if x.grad is None else total(x.grad) for i, x in enumerate(self.learned)}

@@ -1,0 +1,135 @@
+"""How sequences lie over ranks, which keys travel, and what that costs: arithmetic, without any process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tilewise as tw
+from tests.strategies import profile
+from tilewise import validate
+from tilewise.parallel import Layout, balanced, contiguous, cost, layout, needs, zigzag
+from tilewise.parallel.cost import Machine, Way
+
+
+@profile(100)
+@given(st.integers(0, 40), st.integers(1, 7), st.sampled_from([contiguous, zigzag]))
+def test_every_row_is_on_one_rank(n: int, ranks: int, make: Any) -> None:
+    made = make(n, ranks)
+    assert made.ranks == ranks
+    assert made.n == n
+    assert sorted(made.positions(*range(ranks))) == list(range(n))
+    rows = [made.rows(rank) for rank in range(ranks)]
+    assert max(rows) - min(rows) <= 2
+    assert made.joined(ranks).ranges == (((range(n),),) if n else ((),))
+
+
+@pytest.mark.parametrize("ranges", [((range(2),), (range(3, 5),)), ((range(3),), (range(2, 5),)), ((range(1, 4),),)])
+def test_layouts_with_holes_are_refused(ranges: Any) -> None:
+    with pytest.raises(ValueError, match="each place once"):
+        Layout(ranges)
+
+
+def test_shards_that_do_not_fit_a_layout_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gives the ranks \[4, 4\] of them, and their shards have \[5, 3\]"):
+        layout.found("zigzag", [5, 3], "q")
+    with pytest.raises(ValueError, match="it is for 2 ranks, and the mesh has 3"):
+        layout.named(zigzag(8, 2), 8, 3)
+    with pytest.raises(ValueError, match=r"'contiguous', 'zigzag' or a parallel\.Layout"):
+        layout.named("striped", 8, 2)
+
+
+def _call(n: int, **options: Any) -> validate.Call:
+    whole = np.broadcast_to(np.zeros(8, np.float32), (1, 2, n, 8))
+    return validate.prepare(whole, whole, whole, **options)
+
+
+def _needs(made: Layout, **options: Any) -> needs.Needs:
+    call = _call(made.n, **options)
+    return needs.find(call.spec, call.shape, made, made)
+
+
+MASKS = [tw.causal(), tw.window(70), tw.causal() & tw.window(30), tw.causal() | tw.prefix(10), tw.K < 0, tw.K >= 0]
+
+
+@profile(60)
+@given(st.integers(1, 500), st.integers(1, 5), st.sampled_from([contiguous, zigzag]), st.sampled_from(MASKS))
+def test_what_a_rank_needs_has_every_key_that_it_sees(n: int, ranks: int, make: Any, mask: Any) -> None:
+    made = make(n, ranks)
+    found = _needs(made, mask=mask)
+    seen = tw.picture(mask, n, n).replace(" ", "").splitlines()
+    for r in range(ranks):
+        keys = {k for q in made.positions(r) for k in range(n) if seen[q][k] == "■"}
+        for s in range(ranks):
+            inside = {k for rows in found.of[r][s] for k in rows}
+            assert keys & set(made.positions(s).tolist()) <= inside <= set(made.positions(s).tolist())
+
+
+def test_empty_tiles_do_not_travel() -> None:
+    causal = _needs(contiguous(1024, 4), mask=tw.causal())
+    assert [[len(each) for each in row] for row in causal.of] == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1] * 4]
+    near = _needs(contiguous(1024, 4), mask=tw.causal() & tw.window(63))
+    assert near.of[2] == ((), (range(448, 512),), (range(512, 768),), ())
+    assert near.beyond(1, 1) == (range(448, 512),)
+    assert near.beyond(1, 2) == ()
+
+
+def test_zigzag_shares_causal_work_evenly() -> None:
+    uneven, even = (_needs(make(4096, 4), mask=tw.causal()).work for make in (contiguous, zigzag))
+    assert max(uneven) > 1.7 * sum(uneven) / 4
+    assert max(even) == min(even)
+
+
+def test_documents_are_balanced_by_their_tiles() -> None:
+    ids = np.repeat(np.arange(5), [2048, 128, 1024, 640, 256])
+    options = {"mask": tw.causal() & tw.document(ids)}
+    made = balanced(4096, 4, **options)
+    assert {made.rows(rank) for rank in range(4)} == {1024}
+    work = [np.array(_needs(each, **options).work) for each in (contiguous(4096, 4), zigzag(4096, 4), made)]
+    uneven = [max(each) / each.mean() for each in work]
+    assert uneven[2] < 1.1 < min(uneven[:2])
+
+
+def _costs(method: str, heads: tuple[int, int] = (8, 8), ranks: int = 4, **options: Any) -> list[cost.Cost]:
+    n, (h, hk) = 1024, heads
+    q, k = (np.broadcast_to(np.zeros(16, np.float32), (1, each, n, 16)) for each in (h, hk))
+    call = validate.prepare(q, k, k, **options)
+    lay = contiguous(n, ranks)
+    ways = cost.ways(ranks, (ranks,), call.shape, method)
+    return [cost.cost(way, call.spec, call.shape, lay, lay, cost.CPU) for way in ways]
+
+
+def test_the_model_knows_what_is_sent() -> None:
+    """Without a mask, in theory: (ranks - 1) / ranks of all keys and values by ring and gather, and a share of q, k, v,
+    out and lse by heads."""
+    keys = 1024 * 8 * 32 * 4
+    for method in ("ring", "gather"):
+        (found,) = _costs(method)
+        assert found.forward == keys * 3 // 4
+        assert found.backward == 2 * found.forward
+    (found,) = _costs("heads")
+    assert found.forward == (256 * 8 * (4 * 16 + 1) * 4) * 3 // 4
+
+
+def test_only_ways_that_there_are_heads_for_are_offered() -> None:
+    assert {each.way.heads for each in _costs("auto", (8, 8), 8)} == {1, 2, 4, 8}
+    assert {each.way.heads for each in _costs("auto", (6, 2), 4)} == {1, 2}
+    with pytest.raises(ValueError, match="6 heads cannot be shared evenly by 4 ranks"):
+        _costs("heads", (6, 2), 4)
+
+
+def test_auto_takes_the_ring_where_work_hides_it_and_heads_where_the_net_is_slow() -> None:
+    call = _call(65536, mask=tw.causal())
+    lay = zigzag(65536, 2)
+
+    def quickest(machine: Machine) -> Way:
+        ways = cost.ways(2, (2,), call.shape, "auto")
+        return cost.least(cost.cost(way, call.spec, call.shape, lay, lay, machine) for way in ways).way
+
+    assert quickest(Machine(flops=1e9, bandwidth=1e9, latency=1e-6, call=0)).sequence == "ring"
+    grouped = Machine(flops=1e15, bandwidth=1e12, latency=1.0, call=0)
+    assert quickest(grouped).heads == 1

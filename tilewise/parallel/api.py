@@ -1,0 +1,128 @@
+"""The public calls: shards in, this rank's part of the result out. DTensors go in and come out as such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tilewise.parallel import front
+from tilewise.parallel.cost import Explanation
+from tilewise.parallel.layout import Layout
+from tilewise.rope import Rope
+
+try:
+    from torch.distributed.tensor import DTensor, Shard
+except ImportError:  # PyTorch 2.4 has them elsewhere
+    from torch.distributed._tensor import DTensor, Shard
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mesh: Any = None,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    rope: Rope | None = None,
+    layout: str | Layout = "contiguous",
+    method: str = "auto",
+    kernel: str = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """Attention over a sequence that is split across ranks: this rank's part of what `tw.attention` gives of the whole.
+
+    q, k, v: this rank's shards, tensors as `tw.attention` takes them, or DTensors, which lie split along the sequence
+    over a mesh. mesh: a DeviceMesh of one dimension, or of two, (sequence, heads), or a process group; every rank of it
+    makes the same call.  layout: how the sequence was split, as parallel.shard has it.
+    method: "ring" (keys and values travel from rank to rank while the last ones are computed with), "gather" (each rank
+    gets all that it needs at once), "heads" (heads in exchange for rows), "mix" (heads among neighbours, a ring of
+    those), or "auto", the one that parallel.explain finds the quickest.
+
+    Positions are those of the whole sequence, and so are the arrays that mask and score read, the same on every rank;
+    keys that no query of a rank sees are not sent to it. A rope's positions are shards, as q and k are.
+    Gradients of q, k and v are those of the sum of all ranks' losses; those of arrays and sinks this rank's share, as
+    for any parameter that every rank has: DDP and FSDP add them up, or parallel.replicated(x, mesh).
+    """
+    options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
+    (q, k, v), mesh, restore = _local(q, k, v, mesh, -2)
+    out, lse = front.run(front.prepare(q, k, v, None, mesh, layout, method, kernel, options))
+    return (restore(out), restore(lse)) if return_lse else restore(out)
+
+
+def attention_varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    lengths_q: Any,
+    lengths_k: Any,
+    *,
+    mesh: Any = None,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    rope: Rope | None = None,
+    layout: str | Layout = "contiguous",
+    method: str = "auto",
+    kernel: str = "auto",
+    return_lse: bool = False,
+) -> Any:
+    """The same for packed sequences, (rows, heads, d): the pack is split, wherever sequences in it begin and end.
+
+    lengths_q, lengths_k: cumulative lengths of the whole pack, as `tw.attention_varlen` takes them.
+    """
+    options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
+    (q, k, v), mesh, restore = _local(q, k, v, mesh, 0)
+    out, lse = front.run(front.prepare(q, k, v, (lengths_q, lengths_k), mesh, layout, method, kernel, options))
+    return (restore(out), restore(lse)) if return_lse else restore(out)
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    mesh: Any = None,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    scale: float | None = None,
+    sinks: Any = None,
+    rope: Rope | None = None,
+    layout: str | Layout = "contiguous",
+    method: str = "auto",
+    kernel: str = "auto",
+) -> Explanation:
+    """What `attention` would do with these arguments, and what each method would send, hold and take. Print it."""
+    options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
+    (q, k, v), mesh, _ = _local(q, k, v, mesh, -2)
+    made = front.prepare(q, k, v, None, mesh, layout, method, kernel, options)
+    return Explanation(made.taken, made.costs, made.ranks.size, made.shape)
+
+
+def _local(q: Any, k: Any, v: Any, mesh: Any, dim: int) -> tuple[tuple[Any, Any, Any], Any, Callable[[Any], Any]]:
+    """This rank's tensors, their mesh, and how a result becomes what they were."""
+    if not any(isinstance(x, DTensor) for x in (q, k, v)):
+        return (q, k, v), mesh, lambda x: x
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, DTensor):
+            raise TypeError(f"{name}: expected a DTensor as the others are, got {type(x).__name__}")
+        split = tuple(Shard(dim % x.dim()) for _ in x.placements)
+        if tuple(x.placements) != split:
+            raise ValueError(
+                f"{name}: expected placements {split}, the sequence split, got {tuple(x.placements)}; "
+                "change them with .redistribute(...)"
+            )
+        if x.device_mesh != q.device_mesh or mesh not in (None, q.device_mesh):
+            raise ValueError(f"{name}: expected the mesh of q, {q.device_mesh}, got {x.device_mesh}; mesh: {mesh}")
+
+    def restore(x: Any) -> Any:
+        along = [Shard(dim % q.dim()) for _ in q.placements]
+        return DTensor.from_local(x, q.device_mesh, along, run_check=False)
+
+    return (q.to_local(), k.to_local(), v.to_local()), q.device_mesh, restore

@@ -1,0 +1,136 @@
+"""Which keys each rank needs of the others, found by interval arithmetic over tiles: EMPTY ones never travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tilewise import schedule, validate
+from tilewise.arrays import Array
+from tilewise.parallel.layout import Layout, joined
+from tilewise.schedule import Kind
+from tilewise.sharing import Kept, lazy
+from tilewise.spec import Attention, Shape
+from tilewise.walking import loads
+
+LEAST_TILE = 64
+MOST_TILES = 1024  # a side, about: longer sequences have larger tiles
+_PIECES = 4
+
+Ranges = tuple[range, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Needs:
+    """What travels: rank r needs the keys `of[r][s]` of rank s, a range or none of each of its ranges."""
+
+    of: tuple[tuple[Ranges, ...], ...]
+    work: tuple[int, ...]  # scores in tiles that are not EMPTY, of one batch index and head on average, a rank
+
+    @property
+    def ranks(self) -> int:
+        return len(self.of)
+
+    def beyond(self, owner: int, hops: int) -> Ranges:
+        """What of a rank's keys is needed after that many hops around the ring, by all that are still to come."""
+        return self._beyond[owner][hops]
+
+    @lazy
+    def _beyond(self) -> list[list[Ranges]]:
+        return [self._ahead(owner) for owner in range(self.ranks)]
+
+    def _ahead(self, owner: int) -> list[Ranges]:
+        made: list[Ranges] = [()]
+        for hop in reversed(range(self.ranks)):
+            made.append(joined((*made[-1], *self.of[(owner + hop) % self.ranks][owner])))
+        return made[::-1]
+
+
+_known: Kept[Needs] = Kept(64)
+
+
+def find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
+    """Kept, unless it depends on the contents of arrays. Arrays on a GPU are not looked at: all that they mask
+    travels."""
+    live = schedule.live_expression(spec)
+    if live is not None and loads(live):
+        return _find(spec, shape, queries, keys)
+    key = (None if live is None else live.key, shape, queries, keys)
+    return _known.found(key, lambda: _find(spec, shape, queries, keys))
+
+
+def _find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
+    q, k = _Tiles.of(queries), _Tiles.of(keys)
+    seen, scores = _seen(spec, shape, q, k)
+    by_rank = np.zeros((queries.ranks, k.count), bool)
+    np.logical_or.at(by_rank, q.owner, seen)
+    work = np.bincount(q.owner, scores, queries.ranks)
+    table = tuple(tuple(k.needed(row, each) for each in keys.ranges) for row in by_rank)
+    return Needs(table, tuple(int(x) for x in work))
+
+
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """A layout's ranges cut into tiles, in the sequence's order."""
+
+    edges: Array  # (tiles + 1,)
+    owner: Array  # (tiles,): the rank that has it
+
+    @classmethod
+    def of(cls, layout: Layout) -> _Tiles:
+        step = max(LEAST_TILE, -(-layout.n // MOST_TILES))
+        cut = [(start, rank) for rank, each in enumerate(layout.ranges) for x in each for start in x[::step]]
+        starts, owner = np.array(sorted(cut), np.int64).reshape(-1, 2).T
+        return cls(np.append(starts, layout.n), owner)
+
+    @property
+    def count(self) -> int:
+        return len(self.owner)
+
+    def needed(self, seen: Array, ranges: Ranges) -> Ranges:
+        """From the first tile to the last that is seen, of each range."""
+        made = []
+        for each in ranges:
+            first, last = np.searchsorted(self.edges, (each.start, each.stop))
+            tiles = first + np.flatnonzero(seen[first:last])
+            if len(tiles):
+                made.append(range(int(self.edges[tiles[0]]), int(self.edges[tiles[-1] + 1])))
+        return tuple(made)
+
+
+def _seen(spec: Attention, shape: Shape, q: _Tiles, k: _Tiles) -> tuple[Array, Array]:
+    """Whether any head sees a tile, (query tiles, key tiles), and the scores that a query tile has to compute."""
+    if not q.count or not k.count:
+        return np.zeros((q.count, k.count), bool), np.zeros(q.count)
+    counts = schedule.blocks(spec, shape, q.edges, k.edges) != Kind.EMPTY
+    scores = np.diff(q.edges) * (counts.mean(axis=(0, 1)) @ np.diff(k.edges))
+    return counts.any(axis=(0, 1)), scores
+
+
+def is_empty(spec: Attention, shape: Shape, queries: range, keys: range) -> bool:
+    """Whether no query of these sees any of these keys, as far as intervals tell."""
+    edges = (np.array([x.start, x.stop]) for x in (queries, keys))
+    return not len(queries) or not len(keys) or bool((schedule.blocks(spec, shape, *edges) == Kind.EMPTY).all())
+
+
+def balanced(n: int, ranks: int, *, pieces: int = _PIECES, **options: Any) -> Layout:
+    """A layout in which ranks have as many rows each, and nearly as many tiles to compute: for documents and windows.
+
+    pieces: ranges a rank, at most.  options: causal, mask and score, as `attention` takes them; arrays that they read
+    are of the whole sequence. Heavy pieces are given out first, each to the rank that has least to do.
+    """
+    stand_in = np.broadcast_to(np.float32(0), (1, 1, n, 1))
+    call = validate.prepare(stand_in, stand_in, stand_in, **options)
+    count = pieces * ranks
+    cut = [range(i * n // count, (i + 1) * n // count) for i in range(count)]
+    alone = Layout(tuple((piece,) for piece in cut))
+    weights = find(replace(call.spec, sinks=None), call.shape, alone, alone).work
+    given: list[list[range]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for i in sorted(range(count), key=lambda i: -weights[i]):
+        rank = min((r for r in range(ranks) if len(given[r]) < pieces), key=lambda r: (load[r], r))
+        given[rank].append(cut[i])
+        load[rank] += weights[i]
+    return Layout(tuple(map(tuple, given)))
