@@ -1,4 +1,4 @@
-"""One pool of four processes for the tests of a module."""
+"""One pool of four processes for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.parallel.pool import Pool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[Pool]:
     made = Pool()
     yield made

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +132,14 @@ def test_auto_takes_the_ring_where_work_hides_it_and_heads_where_the_net_is_slow
         ways = cost.ways(2, (2,), call.shape, "auto")
         return cost.least(cost.cost(way, call.spec, call.shape, lay, lay, machine) for way in ways).way
 
-    assert quickest(Machine(flops=1e9, bandwidth=1e9, latency=1e-6, call=0)).sequence == "ring"
-    grouped = Machine(flops=1e15, bandwidth=1e12, latency=1.0, call=0)
+    assert quickest(Machine(flops=1e9, near=1e9, far=1e9, node=8, latency=1e-6, call=0)).sequence == "ring"
+    grouped = Machine(flops=1e15, near=1e12, far=1e12, node=8, latency=1.0, call=0)
     assert quickest(grouped).heads == 1
+
+
+@pytest.mark.slow
+def test_the_page_quotes_the_model() -> None:
+    """What stands in docs/scaling.md is what docs/scaling.py makes."""
+    docs = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "scaling.py"))
+    text = docs["PAGE"].read_text()
+    assert docs["fill"](text) == text

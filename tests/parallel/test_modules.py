@@ -49,6 +49,19 @@ def test_multi_head_attention(pool: Pool, layout: str) -> None:
         pool.run(_trained, where, layout, False)
 
 
+def _compiled() -> None:
+    ranks = mesh("2")
+    if ranks.get_coordinate() is None:
+        return
+    module = _module(ranks)
+    x = parallel.shard(torch.randn(1, 12, 24, dtype=torch.float64), ranks, dim=1)
+    assert torch.allclose(torch.compile(module, backend="eager")(x), module(x))
+
+
+def test_the_rest_of_a_module_is_compiled(pool: Pool) -> None:
+    pool.run(_compiled)
+
+
 def test_under_ddp_which_takes_the_mean_of_gradients(pool: Pool) -> None:
     pool.run(_trained, "2", "zigzag", True)
 

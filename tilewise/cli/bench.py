@@ -48,6 +48,7 @@ GPU_SECTIONS = (
     "first",
 )
 _CPU_HELP = f"the CPU engine's suite, with its targets: {', '.join(CPU_SECTIONS)}, or all of them"
+_PARALLEL_HELP = "attention over so many processes of this machine, and the bytes that they send (1 2)"
 _GPU_HELP = f"the GPU kernels' suite, with its targets: {', '.join(GPU_SECTIONS)}, or all of them"
 
 
@@ -81,6 +82,7 @@ def add_parser(commands: Any) -> None:
     suite = parser.add_mutually_exclusive_group()
     suite.add_argument("--cpu", nargs="*", choices=CPU_SECTIONS, metavar="SECTION", help=_CPU_HELP)
     suite.add_argument("--gpu", nargs="*", choices=GPU_SECTIONS, metavar="SECTION", help=_GPU_HELP)
+    suite.add_argument("--parallel", nargs="*", metavar="RANKS", help=_PARALLEL_HELP)
     add("--no-memory", action="store_true", help="do not measure memory, which starts a process a contestant and cell")
     add("--json", metavar="FILE", help="write every number")
     add("--plot", metavar="FILE.png", help="draw speed and memory; a folder takes a picture a type and pass")
@@ -97,6 +99,10 @@ def run(args: argparse.Namespace) -> int:
         from tilewise.cli import bench_gpu
 
         return bench_gpu.run(args)
+    if args.parallel is not None:
+        from tilewise.cli import bench_parallel
+
+        return bench_parallel.run(args)
     _check_targets(args)
     from tilewise.bench import table
     from tilewise.bench.run import SCHEMA

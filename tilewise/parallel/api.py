@@ -1,9 +1,14 @@
-"""The public calls: shards in, this rank's part of the result out. DTensors go in and come out as such."""
+"""The public calls: shards in, this rank's part of the result out. DTensors go in and come out as such.
+
+torch.compile leaves them to Python, as what is sent depends on what ranks tell each other; it compiles what is around.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from tilewise.parallel import front
 from tilewise.parallel.cost import Explanation
@@ -16,6 +21,7 @@ except ImportError:  # PyTorch 2.4 has them elsewhere
     from torch.distributed._tensor import DTensor, Shard
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     q: Any,
     k: Any,
@@ -53,6 +59,7 @@ def attention(
     return (restore(out), restore(lse)) if return_lse else restore(out)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_varlen(
     q: Any,
     k: Any,

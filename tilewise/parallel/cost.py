@@ -22,17 +22,24 @@ METHODS = ("auto", "ring", "gather", "heads", "mix")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank computes and sends: operations a second, bytes a second to others, seconds a message and a call."""
+    """What a rank computes and sends: operations a second, bytes a second to the `node` ranks of its machine and to
+    others, seconds a message and a call."""
 
     flops: float
-    bandwidth: float
+    near: float
+    far: float
+    node: int
     latency: float
     call: float
 
+    def bandwidth(self, ranks: int) -> float:
+        """Among so many neighbours."""
+        return self.near if ranks <= self.node else self.far
 
-# Published: NVLink 4 has 450 GB/s a direction; of the tensor cores' 989 TFLOP/s attention reaches about half.
-GPU = Machine(flops=4.5e14, bandwidth=4.5e11, latency=1e-5, call=1e-5)
-CPU = Machine(flops=5e10, bandwidth=1e9, latency=1e-4, call=1e-4)  # two cores, Gloo on one machine
+
+# Published: NVLink 4 has 450 GB/s a direction, InfiniBand NDR 50 GB/s; of an H100's 989 TFLOP/s attention reaches half.
+H100 = Machine(flops=4.5e14, near=4.5e11, far=5e10, node=8, latency=1e-5, call=1e-5)
+CPU = Machine(flops=5e10, near=1e9, far=1e9, node=1, latency=1e-4, call=1e-4)  # two cores, Gloo on one machine
 
 
 @dataclass(frozen=True)
@@ -85,22 +92,21 @@ def cost(way: Way, spec: Attention, shape: Shape, queries: Layout, keys: Layout,
     n = way.heads
     found = needs.find(spec, shape, queries.joined(n), keys.joined(n))
     own_q, own_k = (each[0] for each in heads.shares(shape.heads, shape.heads_k, n))
-    row = shape.batch * len(own_k) * (shape.d + shape.d_v) * itemsize(shape.dtype)
+    unit = shape.batch * len(own_k) * (shape.d + shape.d_v) * itemsize(shape.dtype)
     swapped = _swapped(shape, queries, keys, n)
-    travel, returned = _travels(found, way.sequence), _returned(found)
-    teams = range(found.ranks)
-    sent = max((travel[i] * row for i in teams), default=0)
-    back = max(((travel[i] + returned[i]) * row for i in teams), default=0)
+    sends, returns = _sends(found, way.sequence), [_others(row, me) for me, row in enumerate(found.of)]
+    sent = max((sum(each) * unit for each in sends), default=0)
+    back = max(((sum(each) + sum(more)) * unit for each, more in zip(sends, returns, strict=True)), default=0)
+    messages = max(map(len, sends), default=0) + 5 * (n - 1)
     compute = 2 * max(found.work) * shape.batch * len(own_q) * (shape.d + shape.d_v) / machine.flops
-    steps = (found.ranks - 1 if sent else 0) + (4 * (n - 1))
-    moving = sent / machine.bandwidth
-    seconds = swapped / machine.bandwidth + steps * machine.latency
+    moving = sent / machine.bandwidth(queries.ranks)
+    seconds = swapped / machine.bandwidth(n) + messages * machine.latency
     if way.sequence == "ring":  # keys travel while those before them are computed with
-        seconds += max(compute, moving) + found.ranks * machine.call
+        seconds += max(compute, moving) + (1 + max(map(len, returns), default=0)) * machine.call
     else:
         seconds += compute + moving + machine.call
-    blocks = _held(found, way.sequence)
-    return Cost(way, found, sent + swapped, back + swapped, steps, blocks * row, compute, seconds)
+    held = _held(found, way.sequence) * unit
+    return Cost(way, found, sent + swapped, back + swapped, messages, held, compute, seconds)
 
 
 def _swapped(shape: Shape, queries: Layout, keys: Layout, n: int) -> int:
@@ -121,18 +127,18 @@ def _swapped(shape: Shape, queries: Layout, keys: Layout, n: int) -> int:
     return most
 
 
-def _travels(found: Needs, sequence: str) -> list[int]:
-    """Rows of keys that each rank sends."""
+def _sends(found: Needs, sequence: str) -> list[list[int]]:
+    """Rows of keys in each message that each rank sends."""
     every = range(found.ranks)
     if sequence == "gather":
-        return [sum(_rows(found.of[r][s]) for r in every if r != s) for s in every]
-    return [sum(_rows(found.beyond((me - hop) % found.ranks, hop + 1)) for hop in every[:-1]) for me in every]
+        return [_others([row[me] for row in found.of], me) for me in every]
+    hops = ([_rows(found.beyond((me - hop) % found.ranks, hop + 1)) for hop in every[:-1]] for me in every)
+    return [[rows for rows in each if rows] for each in hops]
 
 
-def _returned(found: Needs) -> list[int]:
-    """Rows of gradients that each rank sends back."""
-    every = range(found.ranks)
-    return [sum(_rows(found.of[me][s]) for s in every if s != me) for me in every]
+def _others(row: Sequence[Ranges], me: int) -> list[int]:
+    """Rows of the ranges that belong to others, where there are any."""
+    return [_rows(each) for other, each in enumerate(row) if other != me and each]
 
 
 def _held(found: Needs, sequence: str) -> int:
@@ -140,7 +146,7 @@ def _held(found: Needs, sequence: str) -> int:
     every = range(found.ranks)
     if sequence == "ring":
         return 2 * max((_rows(found.beyond(s, 1)) for s in every), default=0) if found.ranks > 1 else 0
-    return max((sum(_rows(found.of[r][s]) for s in every if s != r) for r in every), default=0)
+    return max((sum(_others(found.of[r], r)) for r in every), default=0)
 
 
 def _rows(ranges: Ranges) -> int:

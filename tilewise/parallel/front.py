@@ -102,7 +102,7 @@ def _settled(
     if rope is not None:
         q, k = _turned(rope, call, q, k, queries.positions(ranks.me), keys.positions(ranks.me))
     spec = _dense(call.spec, q)
-    machine = cost.CPU if q.device.type == "cpu" else cost.GPU
+    machine = cost.CPU if q.device.type == "cpu" else cost.H100
     found = cost.ways(ranks.size, ranks.sizes, call.shape, method)
     costs = [cost.cost(way, spec, call.shape, queries, keys, machine) for way in found]
     return Prepared(ranks, spec, call.shape, call.spec.sinks, q, k, v, call.rank, queries, keys, costs, kernel)

@@ -44,7 +44,8 @@ class Needs:
     def _ahead(self, owner: int) -> list[Ranges]:
         made: list[Ranges] = [()]
         for hop in reversed(range(self.ranks)):
-            made.append(joined((*made[-1], *self.of[(owner + hop) % self.ranks][owner])))
+            more = self.of[(owner + hop) % self.ranks][owner]
+            made.append(joined((*made[-1], *more)) if more and more != made[-1] else made[-1])
         return made[::-1]
 
 
@@ -67,8 +68,8 @@ def _find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs
     by_rank = np.zeros((queries.ranks, k.count), bool)
     np.logical_or.at(by_rank, q.owner, seen)
     work = np.bincount(q.owner, scores, queries.ranks)
-    table = tuple(tuple(k.needed(row, each) for each in keys.ranges) for row in by_rank)
-    return Needs(table, tuple(int(x) for x in work))
+    columns = [k.needed(by_rank, each) for each in keys.ranges]
+    return Needs(tuple(zip(*columns, strict=True)), tuple(int(x) for x in work))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +90,16 @@ class _Tiles:
     def count(self) -> int:
         return len(self.owner)
 
-    def needed(self, seen: Array, ranges: Ranges) -> Ranges:
-        """From the first tile to the last that is seen, of each range."""
-        made = []
+    def needed(self, seen: Array, ranges: Ranges) -> list[Ranges]:
+        """From the first tile to the last that each rank sees, of each range. seen: (ranks, tiles)."""
+        made: list[Ranges] = [()] * len(seen)
         for each in ranges:
             first, last = np.searchsorted(self.edges, (each.start, each.stop))
-            tiles = first + np.flatnonzero(seen[first:last])
-            if len(tiles):
-                made.append(range(int(self.edges[tiles[0]]), int(self.edges[tiles[-1] + 1])))
-        return tuple(made)
+            part = seen[:, first:last]
+            start, stop = self.edges[first + part.argmax(1)], self.edges[last - part[:, ::-1].argmax(1)]
+            for rank in np.flatnonzero(part.any(1)):
+                made[rank] += (range(int(start[rank]), int(stop[rank])),)
+        return made
 
 
 def _seen(spec: Attention, shape: Shape, q: _Tiles, k: _Tiles) -> tuple[Array, Array]:
