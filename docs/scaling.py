@@ -16,8 +16,8 @@ from typing import Any
 
 from tilewise.explanation import size
 from tilewise.expr import Expr
-from tilewise.parallel import Layout, contiguous, zigzag
-from tilewise.parallel.cost import H100, Cost, Way, cost
+from tilewise.parallel import Layout, contiguous, cost, zigzag
+from tilewise.parallel.cost import H100, Cost, Way
 from tilewise.spec import Attention, Shape
 from tilewise.variants import causal, window
 
@@ -44,7 +44,7 @@ def costs(mask: str, n: int, ranks: int) -> tuple[Cost, ...]:
     shape = Shape(1, HEADS, HEADS_K, n, n, D, D, "bfloat16", "cuda:0")
     variant, make = MASKS[mask]
     layout = make(n, ranks)
-    return tuple(cost(way, Attention(1.0, variant), shape, layout, layout, H100) for way in ways(ranks))
+    return tuple(cost.costs(ways(ranks), Attention(1.0, variant), shape, layout, layout, H100))
 
 
 def quickest(mask: str, n: int, ranks: int) -> Cost:

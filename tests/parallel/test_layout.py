@@ -80,6 +80,14 @@ def test_empty_tiles_do_not_travel() -> None:
     assert near.beyond(1, 2) == ()
 
 
+def test_tiles_tell_which_parts_see_nothing_of_each_other() -> None:
+    found = _needs(zigzag(1024, 2), mask=tw.causal())
+    assert found.is_empty(range(256), range(256, 768))
+    assert not found.is_empty(range(768, 1024), range(256, 768))
+    heads = _needs(contiguous(2**16, 2), mask=(tw.H == 1) & (tw.K < 64))
+    assert heads.of == (((range(heads.of[0][0][0].stop),), ()),) * 2
+
+
 def test_zigzag_shares_causal_work_evenly() -> None:
     uneven, even = (_needs(make(4096, 4), mask=tw.causal()).work for make in (contiguous, zigzag))
     assert max(uneven) > 1.7 * sum(uneven) / 4
@@ -102,7 +110,7 @@ def _costs(method: str, heads: tuple[int, int] = (8, 8), ranks: int = 4, **optio
     call = validate.prepare(q, k, k, **options)
     lay = contiguous(n, ranks)
     ways = cost.ways(ranks, (ranks,), call.shape, method)
-    return [cost.cost(way, call.spec, call.shape, lay, lay, cost.CPU) for way in ways]
+    return cost.costs(ways, call.spec, call.shape, lay, lay, cost.CPU)
 
 
 def test_the_model_knows_what_is_sent() -> None:
@@ -130,7 +138,7 @@ def test_auto_takes_the_ring_where_work_hides_it_and_heads_where_the_net_is_slow
 
     def quickest(machine: Machine) -> Way:
         ways = cost.ways(2, (2,), call.shape, "auto")
-        return cost.least(cost.cost(way, call.spec, call.shape, lay, lay, machine) for way in ways).way
+        return cost.least(cost.costs(ways, call.spec, call.shape, lay, lay, machine)).way
 
     assert quickest(Machine(flops=1e9, near=1e9, far=1e9, node=8, latency=1e-6, call=0)).sequence == "ring"
     grouped = Machine(flops=1e15, near=1e12, far=1e12, node=8, latency=1.0, call=0)

@@ -88,9 +88,17 @@ def ways(ranks: int, dims: Sequence[int], shape: Shape, method: str) -> list[Way
     return found
 
 
-def cost(way: Way, spec: Attention, shape: Shape, queries: Layout, keys: Layout, machine: Machine) -> Cost:
+def costs(
+    ways: Sequence[Way], spec: Attention, shape: Shape, queries: Layout, keys: Layout, machine: Machine
+) -> list[Cost]:
+    """What each would cost. Those with as many heads a team have the same needs."""
+    sizes = {way.heads for way in ways}
+    found = {n: needs.find(spec, shape, queries.joined(n), keys.joined(n)) for n in sizes}
+    return [_cost(way, found[way.heads], shape, queries, keys, machine) for way in ways]
+
+
+def _cost(way: Way, found: Needs, shape: Shape, queries: Layout, keys: Layout, machine: Machine) -> Cost:
     n = way.heads
-    found = needs.find(spec, shape, queries.joined(n), keys.joined(n))
     own_q, own_k = (each[0] for each in heads.shares(shape.heads, shape.heads_k, n))
     unit = shape.batch * len(own_k) * (shape.d + shape.d_v) * itemsize(shape.dtype)
     swapped = _swapped(shape, queries, keys, n)

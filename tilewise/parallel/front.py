@@ -104,7 +104,7 @@ def _settled(
     spec = _dense(call.spec, q)
     machine = cost.CPU if q.device.type == "cpu" else cost.H100
     found = cost.ways(ranks.size, ranks.sizes, call.shape, method)
-    costs = [cost.cost(way, spec, call.shape, queries, keys, machine) for way in found]
+    costs = cost.costs(found, spec, call.shape, queries, keys, machine)
     return Prepared(ranks, spec, call.shape, call.spec.sinks, q, k, v, call.rank, queries, keys, costs, kernel)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +14,49 @@ from tilewise.parallel.layout import Layout, joined
 from tilewise.schedule import Kind
 from tilewise.sharing import Kept, lazy
 from tilewise.spec import Attention, Shape
-from tilewise.walking import loads
+from tilewise.walking import loads, variables
 
 LEAST_TILE = 64
-MOST_TILES = 1024  # a side, about: longer sequences have larger tiles
+MOST_TILES = 2**20  # of all heads that masks tell apart, about: longer sequences have larger tiles
 _PIECES = 4
 
 Ranges = tuple[range, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """A layout's ranges cut into tiles, in the sequence's order."""
+
+    edges: Array  # (tiles + 1,)
+    owner: Array  # (tiles,): the rank that has it
+
+    @classmethod
+    def of(cls, layout: Layout, most: int) -> Tiles:
+        """About as many as told, and at least one a range."""
+        step = max(LEAST_TILE, -(-layout.n // most))
+        cut = [(start, rank) for rank, each in enumerate(layout.ranges) for x in each for start in x[::step]]
+        starts, owner = np.array(sorted(cut), np.int64).reshape(-1, 2).T
+        return cls(np.append(starts, layout.n), owner)
+
+    @property
+    def count(self) -> int:
+        return len(self.owner)
+
+    def touched(self, rows: range) -> slice:
+        """The tiles that have any of these rows."""
+        first = int(np.searchsorted(self.edges, rows.start, "right")) - 1
+        return slice(first, int(np.searchsorted(self.edges, rows.stop, "left")))
+
+    def needed(self, seen: Array, ranges: Ranges) -> list[Ranges]:
+        """From the first tile to the last that each rank sees, of each range. seen: (ranks, tiles)."""
+        made: list[Ranges] = [()] * len(seen)
+        for each in ranges:
+            first, last = np.searchsorted(self.edges, (each.start, each.stop))
+            part = seen[:, first:last]
+            start, stop = self.edges[first + part.argmax(1)], self.edges[last - part[:, ::-1].argmax(1)]
+            for rank in np.flatnonzero(part.any(1)):
+                made[rank] += (range(int(start[rank]), int(stop[rank])),)
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +65,17 @@ class Needs:
 
     of: tuple[tuple[Ranges, ...], ...]
     work: tuple[int, ...]  # scores in tiles that are not EMPTY, of one batch index and head on average, a rank
+    queries: Tiles
+    keys: Tiles
+    seen: Array  # (query tiles, key tiles): whether any head sees any of it
 
     @property
     def ranks(self) -> int:
         return len(self.of)
+
+    def is_empty(self, queries: range, keys: range) -> bool:
+        """Whether no query of these sees any of these keys, as far as tiles tell."""
+        return not self.seen[self.queries.touched(queries), self.keys.touched(keys)].any()
 
     def beyond(self, owner: int, hops: int) -> Ranges:
         """What of a rank's keys is needed after that many hops around the ring, by all that are still to come."""
@@ -49,7 +93,7 @@ class Needs:
         return made[::-1]
 
 
-_known: Kept[Needs] = Kept(64)
+_known: Kept[Needs] = Kept(32)
 
 
 def find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
@@ -63,58 +107,30 @@ def find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
 
 
 def _find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
-    q, k = _Tiles.of(queries), _Tiles.of(keys)
+    most = math.isqrt(MOST_TILES // _told_apart(spec, shape)) or 1
+    q, k = Tiles.of(queries, most), Tiles.of(keys, most)
     seen, scores = _seen(spec, shape, q, k)
     by_rank = np.zeros((queries.ranks, k.count), bool)
     np.logical_or.at(by_rank, q.owner, seen)
     work = np.bincount(q.owner, scores, queries.ranks)
     columns = [k.needed(by_rank, each) for each in keys.ranges]
-    return Needs(tuple(zip(*columns, strict=True)), tuple(int(x) for x in work))
+    return Needs(tuple(zip(*columns, strict=True)), tuple(int(x) for x in work), q, k, seen)
 
 
-@dataclass(frozen=True, eq=False)
-class _Tiles:
-    """A layout's ranges cut into tiles, in the sequence's order."""
-
-    edges: Array  # (tiles + 1,)
-    owner: Array  # (tiles,): the rank that has it
-
-    @classmethod
-    def of(cls, layout: Layout) -> _Tiles:
-        step = max(LEAST_TILE, -(-layout.n // MOST_TILES))
-        cut = [(start, rank) for rank, each in enumerate(layout.ranges) for x in each for start in x[::step]]
-        starts, owner = np.array(sorted(cut), np.int64).reshape(-1, 2).T
-        return cls(np.append(starts, layout.n), owner)
-
-    @property
-    def count(self) -> int:
-        return len(self.owner)
-
-    def needed(self, seen: Array, ranges: Ranges) -> list[Ranges]:
-        """From the first tile to the last that each rank sees, of each range. seen: (ranks, tiles)."""
-        made: list[Ranges] = [()] * len(seen)
-        for each in ranges:
-            first, last = np.searchsorted(self.edges, (each.start, each.stop))
-            part = seen[:, first:last]
-            start, stop = self.edges[first + part.argmax(1)], self.edges[last - part[:, ::-1].argmax(1)]
-            for rank in np.flatnonzero(part.any(1)):
-                made[rank] += (range(int(start[rank]), int(stop[rank])),)
-        return made
+def _told_apart(spec: Attention, shape: Shape) -> int:
+    """How many heads of the batch have tiles of their own."""
+    live = schedule.live_expression(spec)
+    used = frozenset() if live is None else variables(live)
+    return max((shape.batch if "B" in used else 1) * (shape.heads if {"H", "HK"} & used else 1), 1)
 
 
-def _seen(spec: Attention, shape: Shape, q: _Tiles, k: _Tiles) -> tuple[Array, Array]:
+def _seen(spec: Attention, shape: Shape, q: Tiles, k: Tiles) -> tuple[Array, Array]:
     """Whether any head sees a tile, (query tiles, key tiles), and the scores that a query tile has to compute."""
     if not q.count or not k.count:
         return np.zeros((q.count, k.count), bool), np.zeros(q.count)
     counts = schedule.blocks(spec, shape, q.edges, k.edges) != Kind.EMPTY
     scores = np.diff(q.edges) * (counts.mean(axis=(0, 1)) @ np.diff(k.edges))
     return counts.any(axis=(0, 1)), scores
-
-
-def is_empty(spec: Attention, shape: Shape, queries: range, keys: range) -> bool:
-    """Whether no query of these sees any of these keys, as far as intervals tell."""
-    edges = (np.array([x.start, x.stop]) for x in (queries, keys))
-    return not len(queries) or not len(keys) or bool((schedule.blocks(spec, shape, *edges) == Kind.EMPTY).all())
 
 
 def balanced(n: int, ranks: int, *, pieces: int = _PIECES, **options: Any) -> Layout:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from tilewise import softmax, wire
-from tilewise.parallel import needs
 from tilewise.parallel.layout import Layout, joined
 from tilewise.parallel.needs import Needs, Ranges
 from tilewise.parallel.team import Pending, Team
@@ -150,7 +149,7 @@ def _backward(
 
 
 def _seen(p: Problem, rows: range, pieces: Sequence[Piece]) -> list[Piece]:
-    return [piece for piece in pieces if not needs.is_empty(p.spec, p.shape, rows, piece.rows)]
+    return [piece for piece in pieces if not p.needs.is_empty(rows, piece.rows)]
 
 
 def _wide(x: Tensor) -> torch.dtype:
