@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import tilewise as tw
@@ -26,7 +27,8 @@ def _module(ranks: Any = None, layout: str = "contiguous") -> MultiHeadAttention
     return MultiHeadAttention(24, 4, heads_k=2, **options, mesh=ranks, layout=layout, dtype=torch.float64)
 
 
-def _trained(where: str, layout: str, is_wrapped: bool) -> None:
+def _trained(where: str, layout: str, wrapper: str = "") -> None:
+    """DDP and FSDP take the mean of gradients; without them a rank has its share of the sum."""
     ranks = mesh(where)
     if ranks.get_coordinate() is None:
         return
@@ -34,19 +36,26 @@ def _trained(where: str, layout: str, is_wrapped: bool) -> None:
     x = torch.randn(2, 21, 24, dtype=torch.float64)
     want = alone(x)
     want.square().sum().backward()
-    model = DistributedDataParallel(module, process_group=ranks.get_group()) if is_wrapped else module
+    model = _wrapped(module, ranks, wrapper)
     done = model(parallel.shard(x, ranks, dim=1, layout=layout))
     done.square().sum().backward()
     assert torch.allclose(parallel.unshard(done.detach(), ranks, dim=1, layout=layout), want)
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
-        total = ours.grad * ranks.size() if is_wrapped else parallel.team.ranks_of(ranks).sum(ours.grad)
+        grad = ours.grad.full_tensor() if wrapper == "FSDP" else ours.grad
+        total = grad * ranks.size() if wrapper else parallel.team.ranks_of(ranks).sum(grad)
         assert torch.allclose(total, theirs.grad)
+
+
+def _wrapped(module: MultiHeadAttention, ranks: Any, wrapper: str) -> Any:
+    if wrapper == "FSDP":
+        return fully_shard(module, mesh=ranks)
+    return DistributedDataParallel(module, process_group=ranks.get_group()) if wrapper else module
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_multi_head_attention(pool: Pool, layout: str) -> None:
     for where in ("2", "3"):
-        pool.run(_trained, where, layout, False)
+        pool.run(_trained, where, layout)
 
 
 def _compiled() -> None:
@@ -62,8 +71,9 @@ def test_the_rest_of_a_module_is_compiled(pool: Pool) -> None:
     pool.run(_compiled)
 
 
-def test_under_ddp_which_takes_the_mean_of_gradients(pool: Pool) -> None:
-    pool.run(_trained, "2", "zigzag", True)
+@pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
+def test_wrapped(pool: Pool, wrapper: str) -> None:
+    pool.run(_trained, "2", "zigzag", wrapper)
 
 
 def _cached() -> None:
