@@ -46,6 +46,10 @@ def _other_ids(rank: int) -> Any:
     return 4, 100, {"mask": tw.document(torch.arange(400) // (100 if rank else 300))}
 
 
+def _no_such_kernel(rank: int) -> Any:
+    return 4, 8, {"kernel": "cuda"}
+
+
 def _too_few_heads(rank: int) -> Any:
     return 3, 8, {"method": "heads"}
 
@@ -62,6 +66,7 @@ def _layout_of_another_mesh(rank: int) -> Any:
         (_bad_scale, "scale: expected a finite number, got nan"),
         (_other_mask, "variant: expected the same on every rank"),
         (_other_ids, "keys that the mask lets travel: expected the same on every rank"),
+        (_no_such_kernel, "kernel 'cuda' cannot compute this call"),
         (_too_few_heads, "3 heads cannot be shared evenly by 4 ranks"),
         (_layout_of_another_mesh, "it is for 2 ranks, and the mesh has 4"),
     ],
@@ -71,6 +76,17 @@ def test_a_mistake_is_told_on_every_rank(pool: Pool, arguments: Any, told: str) 
     outcomes = pool.outcomes(_attend, "4", arguments)
     assert all(isinstance(outcome, Failure) for outcome in outcomes)
     assert all(told in outcome.message for outcome in outcomes), [outcome.message for outcome in outcomes]
+
+
+def _only_one_trains() -> None:
+    x = torch.randn(1, 1, 4, 8, requires_grad=dist.get_rank() == 3)
+    parallel.attention(x, x, x, mesh=mesh("4"))
+
+
+def test_all_ranks_train_or_none(pool: Pool) -> None:
+    """One that waits for gradients would wait for ever."""
+    for outcome in pool.outcomes(_only_one_trains):
+        assert "gradients: expected the same on every rank" in outcome.message
 
 
 def _bad_meshes() -> None:

@@ -85,6 +85,7 @@ def _sizes(q: Any, k: Any, v: Any, lengths: Any, placed: Any, method: str, kerne
         "queries": s.n_q, "keys": s.n_k, "batch": s.batch, "heads": s.heads, "heads of keys": s.heads_k,
         "head dimension": s.d, "head dimension of values": s.d_v, "dtype": s.dtype, "dimensions": call.rank,
         "layout": placed if isinstance(placed, str) else _digest(repr(placed)), "method": method, "kernel": kernel,
+        "gradients": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }  # fmt: skip
 
 
@@ -102,6 +103,7 @@ def _settled(
     if rope is not None:
         q, k = _turned(rope, call, q, k, queries.positions(ranks.me), keys.positions(ranks.me))
     spec = _dense(call.spec, q)
+    dispatch.resolve(kernel, spec, call.shape)  # what it raises, it raises on all ranks alike
     machine = cost.CPU if q.device.type == "cpu" else cost.H100
     found = cost.ways(ranks.size, ranks.sizes, call.shape, method)
     costs = cost.costs(found, spec, call.shape, queries, keys, machine)

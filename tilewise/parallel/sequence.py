@@ -42,6 +42,16 @@ class Block(NamedTuple):
     pieces: list[Piece]
 
 
+class Given(NamedTuple):
+    """What a call was given: this rank's shards, the arrays that its variant reads, and which of them want gradients."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    arrays: Sequence[Tensor]
+    wanted: Sequence[bool]
+
+
 @dataclass(frozen=True, eq=False)
 class Problem:
     """One attention of a team: what to compute, how the sequence lies, and which keys travel where."""
@@ -94,7 +104,8 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *arrays = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        return None, *_backward(ctx.problem, q, k, v, Partial(out, lse), d_out, d_lse, arrays, ctx.needs_input_grad[4:])
+        given = Given(q, k, v, arrays, ctx.needs_input_grad[4:])
+        return None, *_backward(ctx.problem, given, Partial(out, lse), d_out, d_lse)
 
 
 def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tensor]) -> Partial:
@@ -102,7 +113,9 @@ def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tenso
     merged: list[Partial | None] = [None] * len(parts)
     for block in _arriving(p, k, v):
         for i, (rows, place) in enumerate(parts):
-            for piece in _seen(p, rows, block.pieces):
+            for piece in block.pieces:
+                if p.needs.is_empty(rows, piece.rows):
+                    continue
                 found = operator.attention(q[:, :, place], piece.k, piece.v, arrays, None, p.line(rows, piece.rows))
                 merged[i] = _merged(merged[i], Partial(*found))
     out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -117,39 +130,46 @@ def _merged(before: Partial | None, found: Partial) -> Partial:
     return found if before is None else softmax.merge([before, found])
 
 
-def _backward(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, saved: Partial, d_out: Tensor, d_lse: Tensor | None,
-    arrays: Sequence[Tensor], needed: Sequence[bool],
-) -> tuple[Any, ...]:  # fmt: skip
-    """Weights come from the lse over all keys, so that each block's gradients are parts of a sum."""
-    parts = p.parts()
-    d_q, sums = torch.zeros_like(q, dtype=_wide(q)), _Sums(p, k, v)
-    d_arrays: list[Tensor | None] = [None] * len(arrays)
-    for block in _arriving(p, k, v):
-        found = []
-        for piece in block.pieces:
-            d_piece = Piece(piece.rows, *(torch.zeros_like(x, dtype=_wide(x)) for x in piece[1:]))
-            for rows, place in parts:
-                if not _seen(p, rows, [piece]):
-                    continue
-                line = p.line(rows, piece.rows)
-                wanted = [i for i in wire.score_arrays(line) if needed[i]]
-                grads = operator.attention_backward(
-                    q[:, :, place], piece.k, piece.v, arrays, None, line, saved.out[:, :, place],
-                    saved.lse[:, :, place], d_out[:, :, place], None if d_lse is None else d_lse[:, :, place], wanted,
-                )  # fmt: skip
-                for total, part in zip((d_q[:, :, place], d_piece.k, d_piece.v), grads, strict=False):
-                    total += part
-                for i, part in zip(wanted, grads[3], strict=True):
-                    d_arrays[i] = part if d_arrays[i] is None else d_arrays[i] + part
-            found.append(d_piece)
-        sums.take(block.owners, found)
+def _backward(p: Problem, given: Given, saved: Partial, d_out: Tensor, d_lse: Tensor | None) -> tuple[Any, ...]:
+    walk, sums = _Gradients(p, given, saved, d_out, d_lse), _Sums(p, given.k, given.v)
+    for block in _arriving(p, given.k, given.v):
+        sums.take(block.owners, [walk.through(piece) for piece in block.pieces])
     d_k, d_v = sums.finish()
-    return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), *d_arrays
+    d_arrays = map(walk.d_arrays.get, range(len(given.arrays)))
+    return walk.d_q.to(given.q.dtype), d_k.to(given.k.dtype), d_v.to(given.v.dtype), *d_arrays
 
 
-def _seen(p: Problem, rows: range, pieces: Sequence[Piece]) -> list[Piece]:
-    return [piece for piece in pieces if not p.needs.is_empty(rows, piece.rows)]
+class _Gradients:
+    """Gradients of this rank's queries, piece by piece. Weights come from the lse over all keys, so that what a piece
+    gives is a term of a sum."""
+
+    def __init__(self, p: Problem, given: Given, saved: Partial, d_out: Tensor, d_lse: Tensor | None) -> None:
+        self.p, self.given, self.saved, self.d_out, self.d_lse = p, given, saved, d_out, d_lse
+        self.d_q = torch.zeros_like(given.q, dtype=_wide(given.q))
+        self.d_arrays: dict[int, Tensor] = {}
+
+    def through(self, piece: Piece) -> Piece:
+        """Adds what a piece gives to the queries and arrays; returns its own gradients."""
+        d_piece = Piece(piece.rows, *(torch.zeros_like(x, dtype=_wide(x)) for x in piece[1:]))
+        for rows, place in self.p.parts():
+            if not self.p.needs.is_empty(rows, piece.rows):
+                d_q, d_k, d_v = self._of(rows, place, piece)
+                self.d_q[:, :, place] += d_q
+                d_piece.k.add_(d_k)
+                d_piece.v.add_(d_v)
+        return d_piece
+
+    def _of(self, rows: range, place: slice, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        line = self.p.line(rows, piece.rows)
+        wanted = [i for i in wire.score_arrays(line) if self.given.wanted[i]]
+        of_rows = (self.given.q, self.saved.out, self.saved.lse, self.d_out, self.d_lse)
+        q, out, lse, d_out, d_lse = (None if x is None else x[:, :, place] for x in of_rows)
+        d_q, d_k, d_v, d_arrays = operator.attention_backward(
+            q, piece.k, piece.v, self.given.arrays, None, line, out, lse, d_out, d_lse, wanted
+        )
+        for i, part in zip(wanted, d_arrays, strict=True):
+            self.d_arrays[i] = self.d_arrays[i] + part if i in self.d_arrays else part
+        return d_q, d_k, d_v
 
 
 def _wide(x: Tensor) -> torch.dtype:
