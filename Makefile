@@ -67,7 +67,7 @@ wheel: | $(VENV)/bin/pip
 	TILEWISE_REQUIRE_ENGINE=1 $(BIN)/pip wheel --no-deps --wheel-dir dist .
 
 # What runs under the sanitizers, with the path of the widest instruction set.
-SANITIZE_TESTS ?= tests/conformance $(wildcard tests/test_cpu_*.py) -m "not slow" -k "(cpu and default) or test_cpu"
+SANITIZE_TESTS ?= tests/conformance tests/linear/test_cpu.py $(wildcard tests/test_cpu_*.py) -m "not slow" -k "(cpu and default) or test_cpu"
 
 sanitize: $(VENV)/.test
 	$(BIN)/python tests/sanitize.py address,undefined $(SANITIZE_TESTS)

@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _wanted(options: argparse.Namespace) -> Wanted:
     """What the options say, and where they say nothing what suits the kernel."""
     system, _, rung = options.kernel.partition("/")
-    on_a_gpu = system in ("cuda", "cute") or (system == "triton" and not is_interpreted())
+    on_a_gpu = system in ("cuda", "cute", "tilelang") or (system == "triton" and not is_interpreted())
     half_share, pool, device = options.half_share, options.pool, "cuda" if on_a_gpu else "cpu"
     if half_share is None:
         has_tensor_cores = on_a_gpu or system.startswith("cuda")

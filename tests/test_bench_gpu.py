@@ -53,8 +53,8 @@ def test_the_sections_are_what_the_command_offers() -> None:
     assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
         "forward": 36, "stress": 32, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
-        "units": 7, "triton": 18, "backward": 22, "gradients": 36, "learned": 4, "step": 8, "decode": 3,
-        "launch": 1, "first": 19,
+        "units": 7, "triton": 18, "backward": 22, "gradients": 36, "learned": 4, "cute": 38, "cute_gradients": 36,
+        "tilelang": 12, "tilelang_gradients": 12, "step": 8, "decode": 3, "launch": 1, "first": 19,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick

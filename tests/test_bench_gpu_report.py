@@ -49,6 +49,9 @@ ORDERED = "tilewise cuda/forward_sm90"
         ("gradients", "gradients, tilewise cuda/unordered: slowest case to the best peer", 0.93),
         ("gradients", f"gradients, {ORDERED}: geometric mean to deterministic FlashAttention-4", 1.0),
         ("learned", "cuda, gradient of a bias: slowest case to FlexAttention", 3.0),
+        ("cute", "cute, forward: geometric mean to FlashAttention-4", 0.97),
+        ("cute", "cute, with a bias: slowest case to FlexAttention", 1.5),
+        ("cute_gradients", "cute, backward: geometric mean to FlashAttention-4", 0.85),
         ("step", "a training step of a module: slowest case to cuDNN's", 1.0),
     ],
 )
@@ -139,6 +142,18 @@ def test_aims_of_triton_are_speeds() -> None:
     assert found["triton, backward: full, d 128, n 16384"].target == "at least 470 TFLOP/s"
 
 
+def test_tilelang_is_beside_its_own_example() -> None:
+    met = {what: check.met for what, check in values(made_up("tilelang")).items()}
+    assert met == {
+        "tilelang, forward: full, d 64, n 4096": True,
+        "tilelang, forward: causal, d 64, n 4096": True,
+        "tilelang, forward: full, d 128, n 4096": False,
+        "tilelang, forward: causal, d 128, n 16384": False,
+    }
+    (check,) = values(made_up("tilelang_gradients")).values()
+    assert check.limit is None and check.value == 1.5
+
+
 def test_first_calls_must_be_quick() -> None:
     results = made_up("first")
 
@@ -164,7 +179,19 @@ def test_stored_sections_are_shown_and_drawn(folder: Path, capsys: pytest.Captur
     assert re.search(r"causal, d 128, n 512 +500 +333 +333 +- +1.50x", out)  # no FlexAttention at this n
     assert "causal, d 128, n 1024, 16 heads on 2" in out and "full, d 64, n 4096, packed ragged" in out
     assert "Rounds differ by up to 3%." in out
-    drawn = {"backward", "forward", "gradients", "gqa", "stress", "triton", "variants"}
+    drawn = {
+        "backward",
+        "forward",
+        "gradients",
+        "cute",
+        "cute_gradients",
+        "tilelang",
+        "tilelang_gradients",
+        "gqa",
+        "stress",
+        "triton",
+        "variants",
+    }
     assert {path.stem for path in folder.glob("*.png")} == drawn
 
 

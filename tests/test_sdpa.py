@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 - as everyone calls it
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 import tilewise as tw

@@ -7,6 +7,7 @@ from tilewise.dispatch import Unsupported
 from tilewise.expr import HK, KP, NK, NQ, QP, B, Expr, H, K, Q, S, exp, load, log, maximum, minimum, tanh, where
 from tilewise.flex import from_mask_mod, from_score_mod
 from tilewise.kernels.cpu.library import get_num_threads, set_num_threads
+from tilewise.linear import LinearGrads, LinearState, linear_attention, linear_attention_vjp
 from tilewise.merging import merge
 from tilewise.picture import picture
 from tilewise.projection import fused_qkv_projection
@@ -30,6 +31,8 @@ __all__ = [
     "H",
     "K",
     "KVCache",
+    "LinearGrads",
+    "LinearState",
     "PagedKVCache",
     "Partial",
     "Q",
@@ -55,6 +58,8 @@ __all__ = [
     "from_score_mod",
     "fused_qkv_projection",
     "get_num_threads",
+    "linear_attention",
+    "linear_attention_vjp",
     "load",
     "log",
     "maximum",

@@ -161,8 +161,8 @@ def attention_vjp(
     out, lse = call.restore(saved.out), call.restore(saved.lse)
 
     def pullback(d_out: Any, d_lse: Any = None) -> Grads:
-        d_out = call.expand(_like_result("d_out", d_out, out))
-        d_lse = None if d_lse is None else call.expand(_like_result("d_lse", d_lse, lse))
+        d_out = call.expand(like_result("d_out", d_out, out))
+        d_lse = None if d_lse is None else call.expand(like_result("d_lse", d_lse, lse))
         system = dispatch.resolve(kernel, call.spec, replace(call.shape, backward=True))
         grads = system.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse)
         return replace(grads, **{name: call.restore(getattr(grads, name)) for name in "qkv"})
@@ -252,7 +252,7 @@ def _run_foreign(
     return arrays.to_foreign(out, q), arrays.to_foreign(lse, q)
 
 
-def _like_result(name: str, gradient: Any, result: Any) -> Any:
+def like_result(name: str, gradient: Any, result: Any) -> Any:
     if not arrays.is_array(gradient) or tuple(gradient.shape) != tuple(result.shape):
         found = tuple(gradient.shape) if hasattr(gradient, "shape") else type(gradient).__name__
         raise ValueError(f"{name}: expected shape {tuple(result.shape)} as the result has, got {found}")

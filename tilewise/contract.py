@@ -71,18 +71,18 @@ class Expected:
 def expected_forward(call: Call) -> list[Expected]:
     """out and lse of a call."""
     inputs = call.spec, call.q, call.k, call.v
-    want = forward_results(reference.forward(*inputs, dtype=_exact(call)))
-    dense = forward_results(reference.forward(*inputs, **_same_precision(call)))
+    want = forward_results(reference.forward(*inputs, dtype=exact(call.shape.dtype)))
+    dense = forward_results(reference.forward(*inputs, **same_precision(call.shape.dtype)))
     wide = str(arrays.compute_dtype(call.shape.dtype))
     types = {"out": call.shape.dtype, "lse": wide}
-    return [_expected(what, dtype, dtype, want[what], dense[what]) for what, dtype in types.items()]
+    return [expected(what, dtype, dtype, want[what], dense[what]) for what, dtype in types.items()]
 
 
 def expected_backward(call: Call, d_out: Any, d_lse: Any) -> list[Expected]:
     """Every gradient of a call: of q, k, v, of sinks if there are any, and of each array that wants one."""
     inputs = call.spec, call.q, call.k, call.v, d_out, d_lse
-    want = backward_results(reference.backward(*inputs, dtype=_exact(call)))
-    dense = backward_results(reference.backward(*inputs, **_same_precision(call)))
+    want = backward_results(reference.backward(*inputs, dtype=exact(call.shape.dtype)))
+    dense = backward_results(reference.backward(*inputs, **same_precision(call.shape.dtype)))
     types = dict.fromkeys(("d_q", "d_k", "d_v"), call.shape.dtype)
     if call.spec.sinks is not None:
         types["d_sinks"] = arrays.dtype_name(call.spec.sinks)
@@ -90,12 +90,12 @@ def expected_backward(call: Call, d_out: Any, d_lse: Any) -> list[Expected]:
     # Sums over many scores: those carry the rounding of the inputs' type, the sum that of the array's.
     coarser = {what: max((call.shape.dtype, dtype), key=ROUNDING.__getitem__) for what, dtype in types.items()}
     saved = _rounding_of_lse(call)
-    return [_expected(what, dtype, coarser[what], want[what], dense[what], saved) for what, dtype in types.items()]
+    return [expected(what, dtype, coarser[what], want[what], dense[what], saved) for what, dtype in types.items()]
 
 
 def _rounding_of_lse(call: Call) -> float:
     """What weights may be off by, as a share of themselves: backward recomputes them from an lse that was stored."""
-    lse = reference.forward(call.spec, call.q, call.k, call.v, dtype=_exact(call)).lse
+    lse = reference.forward(call.spec, call.q, call.k, call.v, dtype=exact(call.shape.dtype)).lse
     return ROUNDING[str(arrays.compute_dtype(call.shape.dtype))] * float(np.abs(lse[np.isfinite(lse)]).max(initial=0))
 
 
@@ -118,14 +118,14 @@ def gradients_to_pull(call: Call, seed: int = 1) -> tuple[Array, Array]:
     return d_out, rng.standard_normal(rows).astype(arrays.compute_dtype(s.dtype))
 
 
-def _exact(call: Call) -> Any:
+def exact(dtype: str) -> Any:
     """Wider than what a kernel computes with: float64's own sums are off as far as a kernel's may be."""
-    return np.longdouble if call.shape.dtype == "float64" else np.float64
+    return np.longdouble if dtype == "float64" else np.float64
 
 
-def _same_precision(call: Call) -> dict[str, Any]:
-    """Float64's own error cannot be measured with float64: float32's is, and `_expected` scales it down."""
-    dtype = "float32" if call.shape.dtype == "float64" else call.shape.dtype
+def same_precision(dtype: str) -> dict[str, Any]:
+    """Float64's own error cannot be measured with float64: float32's is, and `expected` scales it down."""
+    dtype = "float32" if dtype == "float64" else dtype
 
     def store(x: Array) -> Array:
         return arrays.widen(arrays.narrow(x, dtype), x.dtype)
@@ -133,7 +133,7 @@ def _same_precision(call: Call) -> dict[str, Any]:
     return {"dtype": arrays.compute_dtype(dtype), "store": store if dtype in ("float16", "bfloat16") else lambda x: x}
 
 
-def _expected(what: str, dtype: str, rounded_as: str, want: Array, dense: Array, saved: float = 0.0) -> Expected:
+def expected(what: str, dtype: str, rounded_as: str, want: Array, dense: Array, saved: float = 0.0) -> Expected:
     """The limit: twice the dense computation's error, and a band of a few roundings of the largest number. saved: what
     was rounded before, as a share of it."""
     finite = np.isfinite(want)

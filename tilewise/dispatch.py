@@ -104,7 +104,7 @@ class System:
     module: str
     attribute: str
     rungs: tuple[str, ...] = ()
-    only_if_named: bool = False  # it simulates another: `auto` never takes it
+    only_if_named: bool = False  # `auto` never takes it: it stands in for another, or has yet to run on a GPU
 
 
 _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
@@ -114,16 +114,18 @@ SYSTEMS = (
     System("numpy", "tilewise.kernels.numpy", "NumpyKernel"),
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", (*_CUDA_RUNGS, "unordered")),
     System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
-    # Not by itself before it has computed on a GPU.
-    System("cute", "tilewise.kernels.cute", "CuteKernel", _CUTE_RUNGS, only_if_named=True),
+    System("cute", "tilewise.kernels.cute", "CuteKernel", _CUTE_RUNGS),
+    System("tilelang", "tilewise.kernels.tilelang", "TileLangKernel", ("simple",), only_if_named=True),
+    System("tilelang-c", "tilewise.kernels.tilelang", "TileLangCKernel", ("simple",), only_if_named=True),
     System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
 )
 NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
 ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
 # The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
-DECODING = ("cpu", "numpy", "triton", "cuda")
-# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler.
-TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled")
+DECODING = ("cpu", "numpy", "triton", "cuda", "cute")
+# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler,
+# and what was built ahead of time.
+TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled", "cute")
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 NAMED = (*NAMES, *ONLY_IF_NAMED, *_RUNGS)  # what a caller may name
 
@@ -187,14 +189,14 @@ def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | Non
     for candidate in names or _in_order(shape):
         if reason(candidate, spec, shape) is None:
             if candidate == "numpy":
-                _say_that_it_is_slow(kernel("cpu").unavailable())
+                say_that_it_is_slow(kernel("cpu").unavailable())
             return kernel(candidate)
     every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(spec, shape, names).items())
     raise Unsupported(f"no kernel system can compute this call:{every}")
 
 
 @cache
-def _say_that_it_is_slow(why: str | None) -> None:
+def say_that_it_is_slow(why: str | None) -> None:
     """Once: NumPy serves in the engine's place."""
     if why is not None:
         told = f"Tilewise computes with NumPy, far slower than its native engine could: {why}"

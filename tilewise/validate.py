@@ -85,6 +85,12 @@ def _settled(call: Call) -> Call:
 
 def outline(q: Any, k: Any, v: Any, **options: Any) -> Call:
     """A dense call, as far as types, sizes and devices tell that it is right."""
+    q, k, v, rank = views(q, k, v)
+    return _on_one_device(Call(_spec(q, k, rank, **options), q, k, v, rank))
+
+
+def views(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, int]:
+    """q, k, v as (batch, heads, n, d), checked, and the rank that they came with."""
     _check_arrays(q, k, v)
     rank = len(q.shape)
     if rank not in _LAYOUTS:
@@ -96,28 +102,34 @@ def outline(q: Any, k: Any, v: Any, **options: Any) -> Call:
             )
     q, k, v = (expand(x, rank) for x in (q, k, v))
     _check_sizes(q, k, v)
-    return _on_one_device(Call(_spec(q, k, rank, **options), q, k, v, rank))
+    return q, k, v, rank
 
 
 def outline_varlen(q: Any, k: Any, v: Any, lengths_q: Any, lengths_k: Any, **options: Any) -> Call:
     """The same for packed sequences; their lengths are as the caller gave them."""
+    q, k, v = packed_views(q, k, v)
+    lengths = Lengths(as_lengths("lengths_q", lengths_q), as_lengths("lengths_k", lengths_k))
+    if lengths.q.shape != lengths.k.shape:
+        raise ValueError(f"lengths_k: expected {len(lengths.q)} entries as lengths_q has, got {len(lengths.k)}")
+    return _on_one_device(Call(_spec(q, k, PACKED, lengths, **options), q, k, v, PACKED))
+
+
+def packed_views(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Packed (total, heads, d) arrays as a batch of one, checked."""
     _check_arrays(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if len(x.shape) != 3:
             raise ValueError(f"{name}: packed sequences are (total, heads, d), got shape {tuple(x.shape)}")
-    lengths = Lengths(_lengths("lengths_q", lengths_q), _lengths("lengths_k", lengths_k))
-    if lengths.q.shape != lengths.k.shape:
-        raise ValueError(f"lengths_k: expected {len(lengths.q)} entries as lengths_q has, got {len(lengths.k)}")
     q, k, v = (expand(x, PACKED) for x in (q, k, v))
     _check_sizes(q, k, v)
-    return _on_one_device(Call(_spec(q, k, PACKED, lengths, **options), q, k, v, PACKED))
+    return q, k, v
 
 
 def settle(spec: Attention, shape: Shape) -> Attention:
     """Check the numbers: what lengths hold, and what the variant reads against the sizes of the call."""
     if spec.lengths is not None:
-        lengths_q = _cumulative("lengths_q", spec.lengths.q, shape.n_q, "q")
-        lengths_k = _cumulative("lengths_k", spec.lengths.k, shape.n_k, "k")
+        lengths_q = cumulative("lengths_q", spec.lengths.q, shape.n_q, "q")
+        lengths_k = cumulative("lengths_k", spec.lengths.k, shape.n_k, "k")
         spec = replace(spec, lengths=Lengths(lengths_q, lengths_k))
     check_variant(spec, shape)
     return spec
@@ -204,8 +216,10 @@ def _to_share(name: str, q: Any, x: Any) -> str:
 
 
 def _scale(scale: Any, q: Any) -> float:
-    if scale is None:
-        return 1 / math.sqrt(max(q.shape[-1], 1))
+    return 1 / math.sqrt(max(q.shape[-1], 1)) if scale is None else finite_scale(scale)
+
+
+def finite_scale(scale: Any) -> float:
     try:
         value = math.nan if isinstance(scale, bool) or not isinstance(scale, numbers.Real) else float(scale)
     except OverflowError:
@@ -325,7 +339,7 @@ def _check_rope(rope: Any, batch: int, n_q: int, n_k: int, d: int) -> None:
     check_rope(rope, batch, {"positions": n_q, "positions_k": n_k}, d)
 
 
-def _lengths(name: str, lengths: Any) -> Any:
+def as_lengths(name: str, lengths: Any) -> Any:
     if not arrays.is_array(lengths):
         try:
             lengths = np.asarray(lengths)
@@ -339,7 +353,7 @@ def _lengths(name: str, lengths: Any) -> Any:
     return lengths
 
 
-def _cumulative(name: str, lengths: Any, rows: int, what: str) -> np.ndarray[Any, Any]:
+def cumulative(name: str, lengths: Any, rows: int, what: str) -> np.ndarray[Any, Any]:
     # Plans are made on the host, so lengths on a GPU are waited for.
     values = arrays.as_numpy(lengths.cpu() if arrays.is_torch(lengths) else lengths).astype(np.int64)
     if values[0] != 0 or values[-1] != rows or np.any(np.diff(values) < 0):

@@ -37,13 +37,15 @@ class Run(NamedTuple):
 
 
 # The simulated kernels one by one: each is a text of its own.
-SYSTEMS = (*(name for name in dispatch.NAMES if name != "cuda"), *dispatch.simulated_rungs())
+SYSTEMS = (*(name for name in dispatch.NAMES if name not in ("cuda", "tilelang")), *dispatch.simulated_rungs())
+# TileLang's kernels by its C target, each compiled anew for a case: tests/tilelang has what is beside the cases.
+COMPILED = ("tilelang-c", "tilelang-c/simple")
 
 # Case by case, so that what is expected of a case is computed once for all systems.
 RUNS = [
     Run(name, path, case, tile)
     for case in conformance()
-    for name in SYSTEMS
+    for name in (*SYSTEMS, *COMPILED)
     for path in paths(name)
     for tile in TILES.get(name, (None,))
 ]
@@ -68,6 +70,7 @@ def _kernel(name: str, case: Case, backward: bool, device: str = "cpu") -> Kerne
 # A GPU's kernels are checked where they can run (`make test-gpu`); here it is checked that they say why they cannot.
 GPU_RUNGS = (
     *(f"cuda/{rung}" for rung in ("naive", "tiled", "forward_sm90")), "triton", "cute/basic", "cute/forward_sm90",
+    "tilelang", "tilelang/simple",
 )  # fmt: skip
 
 
@@ -82,7 +85,9 @@ def test_forward_on_a_gpu(name: str, case: Case) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
-@pytest.mark.parametrize("name", ["triton", "cuda/tiled", "cuda/forward_sm90", "cuda/unordered"])
+@pytest.mark.parametrize(
+    "name", ["triton", "cuda/tiled", "cuda/forward_sm90", "cuda/unordered", "cute/forward_sm90", "tilelang"]
+)
 def test_backward_on_a_gpu(name: str, case: Case) -> None:
     kernel = _kernel(name, case, backward=True, device="cuda:0")
     for tile in (None, Tile(32, 48)) if kernel is not None else ():
@@ -92,6 +97,14 @@ def test_backward_on_a_gpu(name: str, case: Case) -> None:
 # What is interpreted or simulated takes seconds each: of the variants, one in three at several tiles here, and every
 # second of the other cases; all by `make test-all` and on a GPU. So are some packed gradients in Triton.
 LONG = ("triton", *dispatch.simulated_rungs())
+# What a compiler takes seconds for: a few of each kind here.
+FEW = {
+    "tilelang-c": (
+        "all at once | ragged | float32", "relative signed | ragged | float32", "bias over batch | ragged | float32",
+        "causal | grouped | float16", "causal | packed | float32",
+    ),
+    "tilelang-c/simple": ("full | ragged | float32", "causal | more queries than keys | float32"),
+}  # fmt: skip
 
 
 def _learned() -> set[str]:
@@ -113,6 +126,7 @@ def _marked(run: Run, backward: bool) -> Any:
     if backward and run.system.startswith("cuda-sim/") and run.case.variant in LEARNED:
         left_out |= run.case.variant not in LEARNED_HERE or shape not in ("ragged", "packed", "several tiles")
         left_out |= run.system in LONG and run.case.dtype != "float32"
+    left_out |= run.system in FEW and run.case.name not in FEW[run.system]
     return pytest.param(run, marks=[pytest.mark.slow] if left_out else [], id=str(run))
 
 

@@ -25,7 +25,7 @@ from tilewise.kernels.cute import architecture, compiler, support
 from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.launch import cannot_be_copied, is_aligned
 from tilewise.kernels.cute.projection import kernel_for
-from tilewise.kernels.cute.rungs import LADDER, SCALED
+from tilewise.kernels.cute.rungs import BACKWARD, LADDER, SCALED
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 from tilewise.validate import Call
@@ -64,6 +64,8 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
             copied = not rung.maps or cannot_be_copied({"q": q, "k": k, "v": v}) is None
             if copied and support.unsupported(call.spec, shape, rung, capability) is None:
                 found[kernel_of(rung, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
+        if support.unsupported(call.spec, replace(shape, backward=True), None, capability) is None:
+            found[kernel_of(BACKWARD, call.spec, call.shape)] = None
     scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
     for x in (scaled, scaled.float()):
         call = validate.prepare(x, x, x, causal=True)

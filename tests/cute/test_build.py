@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from tilewise import cli, dispatch
 from tilewise.expr import Expr
 from tilewise.kernels import gpus
 from tilewise.kernels.cute import compiler, library, support
-from tilewise.kernels.cute.rungs import RUNGS, Rung
+from tilewise.kernels.cute.rungs import BACKWARD, RUNGS, Rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
-from tilewise.spec import Attention, Lengths, Shape
+from tilewise.spec import Attention, Lengths, Shape, Tile
 
 needs_compiler = pytest.mark.skipif(compiler.not_installed() is not None, reason=str(compiler.not_installed()))
 LENGTHS = Lengths(np.array([0, 9, 100]), np.array([0, 70, 100]))
@@ -29,7 +30,8 @@ def _wanted(
 ) -> Wanted:
     aligned = options.pop("aligned", True)
     spec = Attention(0.1, mask, score, **options)
-    return kernel_of(RUNGS[rung], spec, Shape(1, 4, 2, 100, 100, d, d, dtype), aligned)
+    named = RUNGS | {BACKWARD.name: BACKWARD}
+    return kernel_of(named[rung], spec, Shape(1, 4, 2, 100, 100, d, d, dtype), aligned)
 
 
 ALL = EXPRESSIONS["functions"] + EXPRESSIONS["division"] + EXPRESSIONS["clamped"]
@@ -47,6 +49,11 @@ KERNELS = {
     "sm90, 256": ("sm_90a", _wanted("forward_sm90", "bfloat16", 256, tw.causal())),
     "sm90, packed": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), lengths=LENGTHS)),
     "sm90, bias": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), BIAS)),
+    "sm90, gradients": ("sm_90a", _wanted("backward_sm90", "bfloat16", 128, tw.causal())),
+    "sm90, packed gradients": (
+        "sm_90a",
+        _wanted("backward_sm90", "float16", 256, tw.causal(), tw.softcap(30.0), lengths=LENGTHS),
+    ),
 }
 
 
@@ -74,9 +81,10 @@ def test_no_head_of_the_first_kernel_spills(arch: str, dtype: str, d: int) -> No
 @pytest.mark.parametrize("score", [None, tw.softcap(30.0), tw.alibi(4), BIAS], ids=["none", "softcap", "alibi", "bias"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_no_variant_of_hoppers_kernel_spills(d: int, packed: bool, score: Expr | None) -> None:
+@pytest.mark.parametrize("rung", ["forward_sm90", "backward_sm90"])
+def test_no_variant_of_hoppers_kernels_spills(rung: str, d: int, packed: bool, score: Expr | None) -> None:
     lengths = LENGTHS if packed else None
-    kernel = _wanted("forward_sm90", "bfloat16", d, tw.causal() & tw.window(64), score, lengths=lengths)
+    kernel = _wanted(rung, "bfloat16", d, tw.causal() & tw.window(64), score, lengths=lengths)
     assert compiler.compile(kernel, "sm_90a").resources.stack == 0
 
 
@@ -84,8 +92,9 @@ def test_no_variant_of_hoppers_kernel_spills(d: int, packed: bool, score: Expr |
 @needs_compiler
 @pytest.mark.parametrize("mask", [DOCUMENT, DENSE], ids=["document", "dense"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_no_mask_of_arrays_spills(d: int, mask: Expr) -> None:
-    kernel = _wanted("forward_sm90", "bfloat16", d, tw.causal() & mask)
+@pytest.mark.parametrize("rung", ["forward_sm90", "backward_sm90"])
+def test_no_mask_of_arrays_spills(rung: str, d: int, mask: Expr) -> None:
+    kernel = _wanted(rung, "bfloat16", d, tw.causal() & mask)
     assert compiler.compile(kernel, "sm_90a").resources.stack == 0
 
 
@@ -96,18 +105,34 @@ def test_tiles_are_smaller_where_keys_have_cells() -> None:
     assert tiles == {"plain": 128, "slopes": 128, "bias": 64, "document": 64}
 
 
+def test_gradients_go_by_tiles_of_their_own() -> None:
+    """Smaller ones where a slope keeps products, which forward need not."""
+    for score in (None, tw.alibi(4)):
+        kernel = _wanted("backward_sm90", "bfloat16", 128, None, score)
+        assert (kernel.tile, kernel.by_key) == (Tile(128, 96), Tile(64, 128))
+    for score in (tw.softcap(30.0), BIAS):
+        kernel = _wanted("backward_sm90", "bfloat16", 128, None, score)
+        assert (kernel.tile, kernel.by_key) == (Tile(128, 64), Tile(32, 128))
+    assert _wanted("forward_sm90", "bfloat16", 128).by_key is None
+    with_sinks = _wanted("backward_sm90", "bfloat16", 128, sinks=np.zeros(4, np.float32))
+    assert with_sinks == _wanted("backward_sm90", "bfloat16", 128), "lse has them in it already"
+
+
 @needs_compiler
 def test_a_folder_is_built_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     if compiler.c_compiler() is None:
         pytest.skip("there is no C compiler")
     command = ["build", "cute", "--arch", "sm_90a", "--out", str(tmp_path / "kernels"), "--d", "64"]
-    assert cli.main([*command, "--variants", "causal", "--dtype", "bfloat16"]) == 0
-    assert "causal, forward_sm90, bfloat16, heads up to 64, sm_90a: 168 registers" in capsys.readouterr().out
+    assert cli.main([*command, "--variants", "causal", "--dtype", "bfloat16", "--backward"]) == 0
+    told = capsys.readouterr().out
+    for name in ("forward_sm90", "backward_sm90"):
+        assert f"causal, {name}, bfloat16, heads up to 64, sm_90a: 168 registers" in told
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "empty"))
     kernel = _wanted("forward_sm90", "bfloat16", 64, tw.causal())
     assert not library.is_built(kernel, "sm_90a")
     monkeypatch.setenv(library.FOLDER, str(tmp_path / "kernels"))
     assert library.is_built(kernel, "sm_90a")
+    assert library.is_built(_wanted("backward_sm90", "bfloat16", 64, tw.causal()), "sm_90a")
     assert not library.is_built(kernel, "sm_80")
     assert not library.is_built(_wanted("forward_sm90", "bfloat16", 64), "sm_90a")
     path = library._built(kernel.name("sm_90a", RUNTIME))
@@ -193,7 +218,10 @@ def test_a_wrong_w_o_is_named() -> None:
         ("basic", {"d": 256}, HOPPER, "up to 128, and they are 256 and 64"),
         ("basic", {"d": 128, "d_v": 128, "dtype": "float32"}, (8, 9), "bytes of shared memory"),
         (None, {"dtype": "float64"}, HOPPER, "the arrays are float64"),
-        (None, {"backward": True}, HOPPER, "no backward pass"),
+        ("basic", {"backward": True}, HOPPER, "no backward pass; kernel='cute/forward_sm90' has one"),
+        ("forward_sm90", {"backward": True, "d": 60}, HOPPER, "backward_sm90: it takes head dimensions that are"),
+        (None, {"backward": True, "dtype": "float32"}, HOPPER, "backward_sm90: it multiplies float16 and bfloat16"),
+        (None, {"backward": True}, AMPERE, "kernel='triton' has gradients, too"),
     ],
 )
 def test_reasons(rung: str | None, shape: dict[str, Any], capability: tuple[int, int], reason: str) -> None:
@@ -203,6 +231,25 @@ def test_reasons(rung: str | None, shape: dict[str, Any], capability: tuple[int,
     assert told is not None and reason in told
 
 
+def test_who_has_gradients() -> None:
+    shape = Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0", backward=True)
+    for rung in (None, RUNGS["forward_sm90"]):
+        assert support.unsupported(Attention(1.0, tw.causal(), tw.softcap(2.0)), shape, rung, HOPPER) is None
+        learned = Attention(1.0, None, tw.alibi(np.ones(4, np.float32), grad=True))
+        told = support.unsupported(learned, shape, rung, HOPPER)
+        assert told is not None and "no gradients of the arrays that a score reads" in told
+
+
+def test_a_wider_gradient_is_not_narrowed() -> None:
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.cute.launch_backward import backward
+    from tilewise.spec import Partial
+
+    x = torch.zeros(1, 2, 9, 64, dtype=torch.bfloat16)
+    with pytest.raises(tw.Unsupported, match="d_out is float32, and it takes q's type, bfloat16; kernel='triton'"):
+        backward(Attention(1.0), x, x, x, Partial(x, x[..., 0].float()), x.float(), None, "sm_90a")
+
+
 def test_the_fastest_is_taken_that_can() -> None:
     shape = Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0")
     assert support.suited(shape, HOPPER).name == "forward_sm90"
@@ -210,17 +257,19 @@ def test_the_fastest_is_taken_that_can() -> None:
     assert support.suited(Shape(1, 4, 2, 9, 9, 64, 64, "float32", "cuda:0"), HOPPER).name == "basic"
 
 
-def test_auto_does_not_take_cute() -> None:
-    assert "cute" in dispatch.ONLY_IF_NAMED and "cute" not in dispatch.DECODING
+def test_auto_comes_to_cute_last() -> None:
+    assert {names[-1] for names in (dispatch.NAMES, dispatch.DECODING, dispatch.TRAINING)} == {"cute"}
 
 
 def test_without_a_compiler_only_what_was_built_is_supported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
-    monkeypatch.setattr(gpus, "capability", lambda shape: HOPPER)
+    monkeypatch.setattr(gpus, "capability", lambda device: HOPPER)
     monkeypatch.setattr(compiler, "not_installed", lambda: "it needs cutlass")
     shape = Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0")
     told = dispatch.kernel("cute").unsupported(Attention(1.0), shape)
     assert told is not None and "no kernel for it was built ahead of time (forward_sm90, bfloat16" in told
+    told = dispatch.kernel("cute").unsupported(Attention(1.0), replace(shape, backward=True))
+    assert told is not None and "no kernel for it was built ahead of time (backward_sm90, bfloat16" in told
 
 
 # -- how arrays lie ---------------------------------------------------------------------------------------------------
@@ -259,6 +308,29 @@ def test_steps_of_dimensions_of_size_1_mean_nothing() -> None:
 
     x = torch.zeros(1, 1, 32, 64).as_strided((1, 1, 32, 64), (3, 5, 64, 1))
     assert launch.is_aligned(x)
-    assert launch._steps_in_order(x, 4).stride() == (4, 4, 64, 1)
+    assert launch.steps_in_order(x, 4).stride() == (4, 4, 64, 1)
     assert not launch.is_aligned(torch.zeros(1, 1, 32, 62))
     assert launch.as_kernels_take(np.array(True)).dtype == torch.uint8
+
+
+def test_what_the_backward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the compiler was told: eight arrays by rows, four of a number a row, the plan both ways round."""
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.cute import launch_backward
+    from tilewise.spec import Partial
+
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch_backward.library, "kernel", lambda kernel, arch: lambda *given: calls.append(given))
+    q, k = torch.zeros(2, 4, 100, 64).half(), torch.zeros(2, 2, 70, 64).half()
+    d_out, lse = torch.ones((), dtype=torch.float16).expand(q.shape), torch.zeros(2, 4, 100)
+    spec = Attention(0.1, tw.causal(), BIAS, sinks=torch.zeros(4))
+    grads = launch_backward.backward(spec, q, k, k, Partial(q, lse), d_out, None, "sm_90a")
+    assert [x.shape for x in (grads.q, grads.k, grads.v, grads.sinks)] == [q.shape, k.shape, k.shape, (4,)]
+    ((*given, arrays, scale),) = calls
+    assert [tuple(x.shape) for x in given[:8]] == [tuple(x.shape) for x in (q, k, k, q, q, q, k, k)]
+    assert all(x.stride(-1) == 1 and launch_backward.cannot_be_copied({"x": x}) is None for x in given[:8])
+    assert [(x.shape, x.dtype) for x in given[8:12]] == [(lse.shape, torch.float32)] * 4
+    by_query, runs, by_key, runs_by_key = given[12:]
+    assert by_query.shape == (2, 4, 1, 14) and by_key.shape == (2, 4, 1, 14), "for every query head"
+    assert runs.shape[1] == runs_by_key.shape[1] == 3
+    assert len(arrays) == 1 and scale == 0.1

@@ -48,6 +48,23 @@ def test_long_calls_on_hopper(dtype: Any, d: int, causal: bool) -> None:
     assert _off(out, _sdpa(q, k, v, causal)) < 2e-2
 
 
+def _gradients(compute: Any, d_out: Any, *given: Any) -> list[Any]:
+    leaves = [x.detach().requires_grad_() for x in given]
+    return list(torch.autograd.grad(compute(*leaves), leaves, d_out))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_long_gradients_on_hopper(dtype: Any, d: int, causal: bool) -> None:
+    q, k, v = _inputs(2, 4, 1500, d, dtype=dtype, heads_k=2)
+    d_out = torch.randn_like(q)
+    got = _gradients(lambda *x: tw.attention(*x, causal=causal, kernel="cute/forward_sm90"), d_out, q, k, v)
+    want = _gradients(lambda *x: _sdpa(*x, causal), d_out.double(), q, k, v)
+    for name, a, b in zip("qkv", got, want, strict=True):
+        assert _off(a, b) < 2e-2 * float(b.double().abs().max()), f"d_{name}"
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
@@ -89,6 +106,27 @@ def test_the_same_call_has_the_same_bits(kernel: str) -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+def test_the_same_gradients_have_the_same_bits() -> None:
+    q, k, v = _inputs(2, 8, 1000, 128, dtype=torch.bfloat16, heads_k=2)
+    d_out = torch.randn_like(q)
+    first, *others = (
+        _gradients(lambda *x: tw.attention(*x, causal=True, kernel="cute/forward_sm90"), d_out, q, k, v)
+        for _ in range(5)
+    )
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_gradients_of_arrays_that_lie_anyhow() -> None:
+    """They are copied where the copy engine does not take them: inner heads, one number for all of d_out."""
+    x = torch.randn(2, 300, 4, 72, device="cuda").bfloat16()
+    q = x[..., :64].transpose(1, 2)
+    d_out = torch.ones((), device="cuda").bfloat16().expand(q.shape)
+    got = _gradients(lambda *x: tw.attention(*x, causal=True, kernel="cute/forward_sm90"), d_out, q, q, q)
+    want = _gradients(lambda *x: _sdpa(*x, True), d_out.double(), q, q, q)
+    for a, b in zip(got, want, strict=True):
+        assert _off(a, b) < 2e-2 * max(float(b.double().abs().max()), 1.0)
+
+
 def test_arrays_that_lie_anyhow() -> None:
     """Inner heads, rows that begin at no multiple of 16 bytes, one head for all."""
     x = torch.randn(2, 300, 4, 72, device="cuda").bfloat16()
@@ -110,6 +148,26 @@ def test_the_next_sequences_numbers_stay_there(kernel: str) -> None:
         x[150:] = torch.nan
     got = tw.attention_varlen(q, k, v, lengths, lengths, causal=True, kernel=kernel)
     assert torch.equal(got[:150], want[:150])
+
+
+def test_the_next_sequences_numbers_stay_out_of_gradients() -> None:
+    q, k, v, d_out = (torch.randn(400, 4, 64, device="cuda").bfloat16() for _ in range(4))
+    lengths = torch.tensor([0, 150, 400], dtype=torch.int32)
+
+    def gradients() -> list[Any]:
+        return _gradients(
+            lambda *x: tw.attention_varlen(*x, lengths, lengths, causal=True, kernel="cute/forward_sm90"),
+            d_out,
+            q,
+            k,
+            v,
+        )
+
+    want = gradients()
+    for x in (q, k, v, d_out):
+        x[150:] = torch.nan
+    for got, same in zip(gradients(), want, strict=True):
+        assert torch.equal(got[:150], same[:150])
 
 
 @pytest.mark.parametrize("kernel", ["cute/basic", "cute/forward_sm90"])

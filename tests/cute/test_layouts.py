@@ -37,7 +37,7 @@ def test_a_quad_of_threads_has_whole_rows(mma: str, size: tuple[int, int], threa
     assert (at[::4, 0, 0, 1] == 0).all() and (at[1::4, 0, 0, 1] > 0).all(), "the first of a quad has column 0"
 
 
-@pytest.mark.parametrize("keys", [64, 128])
+@pytest.mark.parametrize("keys", [32, 64, 96, 128])
 def test_weights_are_where_the_next_product_wants_them(keys: int) -> None:
     from cutlass import BFloat16
 
@@ -48,8 +48,8 @@ def test_weights_are_where_the_next_product_wants_them(keys: int) -> None:
     assert np.array_equal(of_product, of_operand)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (128, 128), (64, 256)])
-def test_a_tile_of_v_is_the_same_seen_from_either_side(rows: int, columns: int) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (128, 128), (64, 256), (32, 256), (96, 128)])
+def test_a_tile_is_the_same_seen_from_either_side(rows: int, columns: int) -> None:
     """As the copy engine writes it: parts of 64 columns, whose rows have 128 bytes."""
     from cutlass import BFloat16
 

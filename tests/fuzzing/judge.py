@@ -136,11 +136,11 @@ class _Trial:
             return
         try:
             saved = self._forward()
-        except Unsupported as reason:  # by how arrays lie, which shapes do not tell
+            if self.drawn.d_out is not None and not self._refused(backward=True):
+                self._backward(saved)
+        except Unsupported as reason:  # by how arrays lie, or by the type of d_out, which shapes do not tell
             self.verdict.refused = str(reason)
             return
-        if self.drawn.d_out is not None and not self._refused(backward=True):
-            self._backward(saved)
         if self._inputs() != before:
             raise ContractError("an input was written to")
 
@@ -181,6 +181,8 @@ class _Trial:
         self._same(fixed, backward_results(again), "the second time, in one thread")
         self._within(self.problem.backward, got, lambda: self.problem.bounds.backward(drawn.d_out, drawn.d_lse))
         for alone, rows, cols in self._sequences_alone():
+            if self.kernel.unsupported(alone.spec, replace(alone.shape, backward=True)) is not None:
+                continue
             held = Partial(saved.out[rows], saved.lse[rows])
             parts = d_out[rows], None if d_lse is None else d_lse[rows]
             one = self.kernel.backward(alone.spec, alone.q, alone.k, alone.v, held, *parts, drawn.tile)

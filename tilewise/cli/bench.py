@@ -42,6 +42,10 @@ GPU_SECTIONS = (
     "backward",
     "gradients",
     "learned",
+    "cute",
+    "cute_gradients",
+    "tilelang",
+    "tilelang_gradients",
     "step",
     "decode",
     "launch",
@@ -83,6 +87,9 @@ def add_parser(commands: Any) -> None:
     suite.add_argument("--cpu", nargs="*", choices=CPU_SECTIONS, metavar="SECTION", help=_CPU_HELP)
     suite.add_argument("--gpu", nargs="*", choices=GPU_SECTIONS, metavar="SECTION", help=_GPU_HELP)
     suite.add_argument("--parallel", nargs="*", metavar="RANKS", help=_PARALLEL_HELP)
+    suite.add_argument(
+        "--linear", action="store_true", help="linear attention beside causal softmax attention, by length"
+    )
     add("--no-memory", action="store_true", help="do not measure memory, which starts a process a contestant and cell")
     add("--json", metavar="FILE", help="write every number")
     add("--plot", metavar="FILE.png", help="draw speed and memory; a folder takes a picture a type and pass")
@@ -104,6 +111,10 @@ def run(args: argparse.Namespace) -> int:
 
         return bench_parallel.run(args)
     _check_targets(args)
+    if args.linear:
+        from tilewise.cli import bench_linear
+
+        return bench_linear.run(args)
     from tilewise.bench import table
     from tilewise.bench.run import SCHEMA
 

@@ -6,6 +6,7 @@ import argparse
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +21,13 @@ from tilewise.cli.bench_options import check_writable, names, several, whole
 from tilewise.cli.terminal import progress
 from tilewise.kernels.cute import architecture, compiler, library, support
 from tilewise.kernels.cute.cubin import Resources
-from tilewise.kernels.cute.rungs import LADDER
+from tilewise.kernels.cute.rungs import BACKWARD, LADDER
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 
 _EXAMPLES = f"""examples:
   tilewise build cute --arch sm_90a --out kernels
+  tilewise build cute --arch sm_90a --out kernels --backward    and what training takes
   tilewise build cute --arch sm_90a,sm_80 --out kernels --variants causal,alibi --d 64 --dtype float16
   {library.FOLDER}=kernels python train.py          calls find them there
 
@@ -54,6 +56,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--variants", default="full,causal", metavar="LIST", help="(default: %(default)s)")
     parser.add_argument("--d", default="64,128", metavar="LIST", help="head dimensions (default: %(default)s)")
     parser.add_argument("--dtype", default="float16,bfloat16", metavar="LIST", help="(default: %(default)s)")
+    parser.add_argument("--backward", action="store_true", help="the kernels of their gradients, too")
     parser.add_argument(
         "--cuda", choices=["12", "13"], default="13", help="whose runtime is there (default: %(default)s)"
     )
@@ -99,20 +102,23 @@ def _asked(args: argparse.Namespace) -> Iterator[_Asked]:
     seen: set[tuple[Wanted, str]] = set()
     for capability, variant, dtype, d in product(capabilities, variants, dtypes, dims):
         arch = architecture(capability)
-        for kernel in _kernels(Cell(variant, 1024, 1024, d, dtype, heads=1, heads_k=1), capability):
+        for kernel in _kernels(Cell(variant, 1024, 1024, d, dtype, heads=1, heads_k=1), capability, args.backward):
             if (kernel, arch) not in seen:
                 seen.add((kernel, arch))
                 yield _Asked(kernel, arch, f"{variant}, {kernel}, {arch}")
 
 
-def _kernels(cell: Cell, capability: tuple[int, int]) -> Iterator[Wanted]:
-    """Of each rung that takes such calls."""
+def _kernels(cell: Cell, capability: tuple[int, int], backward: bool) -> Iterator[Wanted]:
+    """Of each rung that takes such calls; backward: and of their gradients."""
     dtype = BFLOAT16 if cell.dtype == "bfloat16" else np.dtype(cell.dtype)
     q, k, v = (np.zeros((1, cell.heads, cell.n_q, cell.d), dtype) for _ in range(3))
     call = validate.prepare(q, k, v, **VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x))
     for rung in LADDER:
         if support.unsupported(call.spec, call.shape, rung, capability) is None:
             yield kernel_of(rung, call.spec, call.shape)
+    shape = replace(call.shape, backward=True)
+    if backward and support.unsupported(call.spec, shape, None, capability) is None:
+        yield kernel_of(BACKWARD, call.spec, shape)
 
 
 def _capability(arch: str) -> tuple[int, int]:

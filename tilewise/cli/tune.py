@@ -10,6 +10,7 @@ from tilewise.bench.machine import import_torch
 from tilewise.cli import UserError
 from tilewise.cli.bench_options import names, several, whole
 from tilewise.cli.terminal import progress
+from tilewise.kernels import gpus
 from tilewise.kernels.triton.choices import Choice, Pass, up
 
 _PASSES = tuple(kind.value for kind in Pass)
@@ -46,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_gpu() -> None:
     import_torch()
-    from tilewise.kernels.triton import no_gpu, not_installed
+    from tilewise.kernels.triton import not_installed
     from tilewise.kernels.triton.modules import is_interpreted
 
     interpreted = "TRITON_INTERPRET is set, and an interpreter has no speed to tune" if is_interpreted() else None
-    reason = not_installed() or interpreted or no_gpu()
+    reason = not_installed() or interpreted or gpus.none_here()
     if reason is not None:
         raise UserError(f"tune needs a GPU that Triton serves: {reason}")
 

@@ -1,4 +1,4 @@
-"""What systems for NVIDIA's GPUs ask of PyTorch, which is never imported here, and what Hopper's engines take."""
+"""What systems for GPUs ask of PyTorch, which is never imported here, and what Hopper's engines take."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ def none_here() -> str | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return "nothing is on a GPU: PyTorch is not imported in this process"
-    return None if torch.cuda.is_available() else "PyTorch finds no NVIDIA GPU, or was built without CUDA"
+    return None if torch.cuda.is_available() else "PyTorch finds no GPU, or was built without CUDA"
 
 
-def capability(shape: Shape) -> tuple[int, int]:
-    """Of the GPU that has the arrays."""
-    found: tuple[int, int] = sys.modules["torch"].cuda.get_device_capability(shape.device)
+def capability(device: str) -> tuple[int, int]:
+    found: tuple[int, int] = sys.modules["torch"].cuda.get_device_capability(device)
     return found
 
 

@@ -13,7 +13,7 @@ from tilewise.spec import Attention, Lengths, Shape, Tile
 from tilewise.walking import loads
 
 FIELDS = 14  # of a record, as in the tiles.py of each system that takes them
-_FIRST_RUN, _N_RUNS = 5, 6
+FIRST_RUN, N_RUNS = 5, 6
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def tables(spec: Attention, shape: Shape, tile: Tile, by_key: bool = False) -> T
     every = np.concatenate([np.broadcast_to(x, (*heads, *x.shape[2:])) for x in parts], axis=2)
     table = np.concatenate([*runs, np.zeros((1, 3), np.int64)])  # never empty
     size = np.concatenate([[0], np.cumsum(table[:, 1] - table[:, 0])])
-    visits = size[every[..., _FIRST_RUN] + every[..., _N_RUNS]] - size[every[..., _FIRST_RUN]]
+    visits = size[every[..., FIRST_RUN] + every[..., N_RUNS]] - size[every[..., FIRST_RUN]]
     every = every[:, :, np.argsort(-visits.sum(axis=(0, 1)), kind="stable")]
     records, table = np.ascontiguousarray(every, np.int32), table.astype(np.int32)
     return Tables(records, table, int(visits.sum()), int(visits.max(initial=0)))
@@ -65,7 +65,7 @@ def _records(rows: Runs, part: Shape, begins: tuple[int, int], size: int, n_runs
     starts, ends = rows.offsets[..., :-1], rows.offsets[..., 1:]
     made = np.tile(_fields(part, begins), (*starts.shape, 1))
     made[..., 0] = np.arange(starts.shape[-1]) * size  # the first query or key
-    made[..., _FIRST_RUN], made[..., _N_RUNS] = starts + n_runs, ends - starts
+    made[..., FIRST_RUN], made[..., N_RUNS] = starts + n_runs, ends - starts
     return made
 
 

@@ -11,7 +11,7 @@ import torch
 from tilewise import arrays
 from tilewise.expr import Loaded
 from tilewise.kernels.summing import key_of
-from tilewise.kernels.tables import tables
+from tilewise.kernels.tables import Tables, tables
 from tilewise.pytorch import graphs
 from tilewise.pytorch.constants import constant_on
 from tilewise.sharing import Kept
@@ -60,14 +60,21 @@ def kept_on(device: Any, key: tuple[Any, ...], slots: Sequence[Loaded], make: Ca
 def plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> Plan:
     """It looks at arrays in main memory alone."""
 
-    def make() -> Plan:
-        made = tables(spec, shape, tile, by_key)
+    def brought(made: Tables) -> Plan:
         records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
         return Plan(records, runs, made.steps, made.visits, made.most_visits)
 
+    return planned_on(device, spec, shape, tile, by_key, "plan", brought)
+
+
+def planned_on(
+    device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool, name: str, brought: Callable[[Tables], T]
+) -> T:
+    """What becomes of a plan's tables on a device, once; name: of what it is."""
     expressions = tuple(None if expr is None else expr.key for expr in (spec.mask, spec.score))
     looked_at = [slot for slot in spec.loaded if slot.constant or not arrays.is_elsewhere(slot.array)]
-    return kept_on(device, ("plan", shape, tile, by_key, key_of(spec.lengths), expressions), looked_at, make)
+    key = (name, shape, tile, by_key, key_of(spec.lengths), expressions)
+    return kept_on(device, key, looked_at, lambda: brought(tables(spec, shape, tile, by_key)))
 
 
 def loaded_on(spec: Attention, device: Any) -> list[Any]:

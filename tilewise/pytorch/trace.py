@@ -20,11 +20,11 @@ from tilewise.rope import PLAIN, Rope
 def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
     """Read by the compiler: nothing here may leave what it knows."""
     arrays: list[Any] = []
-    plain = {name: _take_apart(name, value, arrays) for name, value in options.items() if value is not None}
+    plain = {name: take_apart(name, value, arrays) for name, value in options.items() if value is not None}
     return _run(q, k, v, [_tensor(x) for x in lengths or ()], kernel, plain, [_tensor(x) for x in arrays])
 
 
-def _take_apart(name: str, value: Any, arrays: list[Any]) -> Any:
+def take_apart(name: str, value: Any, arrays: list[Any]) -> Any:
     """An expression as records, a Rope as a dictionary, arrays by their place in `arrays`; anything else as it is."""
     if callable(value):
         advice = "call it, or wrap a FlexAttention function in tw.from_mask_mod or tw.from_score_mod"
@@ -49,12 +49,12 @@ def _run(
     q: Any, k: Any, v: Any, lengths: list[Any], kernel: str, plain: dict[str, Any], arrays: list[Any]
 ) -> tuple[Any, Any]:
     """Run by Python, on fake tensors."""
-    options = {name: _put_together(value, arrays) for name, value in plain.items()}
+    options = {name: put_together(value, arrays) for name, value in plain.items()}
     out, lse = front.run(q, k, v, (lengths[0], lengths[1]) if lengths else None, kernel, options)
     return out, lse
 
 
-def _put_together(value: Any, arrays: list[Any]) -> Any:
+def put_together(value: Any, arrays: list[Any]) -> Any:
     if isinstance(value, dict):
         plain = {name: _settled(x) for name, x in value["plain"].items()}
         return Rope(**plain, **{name: arrays[place] for name, place in value["arrays"].items()})

@@ -20,7 +20,7 @@ def register(library: Any, *operators: Any) -> None:
 
 
 def _vmap(operator: Any, info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-    run = _joined if _can_join(in_dims, args) else _one_by_one
+    run = _joined if _can_join(in_dims, args) else one_by_one
     results = run(operator, info.batch_size, in_dims, args)
     return results, tuple([0] * len(x) if isinstance(x, list) else 0 for x in results)
 
@@ -47,7 +47,7 @@ def _joined(operator: Any, examples: int, in_dims: tuple[Any, ...], args: tuple[
     return tuple(x if isinstance(x, list) else x.unflatten(0, (examples, batch)) for x in operator(*joined))
 
 
-def _one_by_one(operator: Any, examples: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def one_by_one(operator: Any, examples: int, in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not examples:
         raise ValueError("vmap: expected at least one example to map attention over, got none")
     results = [operator(*_example(args, in_dims, i)) for i in range(examples)]

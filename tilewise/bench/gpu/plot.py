@@ -111,6 +111,10 @@ _MAKERS = {
     "triton": _against_n,
     "backward": _bars,
     "gradients": _against_n,
+    "cute": _bars,
+    "cute_gradients": _against_n,
+    "tilelang": _against_n,
+    "tilelang_gradients": _against_n,
     "stress": _bars,
     "variants": _bars,
 }

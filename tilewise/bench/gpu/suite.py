@@ -71,6 +71,8 @@ class Section:
             return peer != FLEX or case.n in FLEX_LENGTHS
         if self.name == "backward":
             return peer == FLEX or (peer == EFFICIENT) == (case.variant == "bias")
+        if self.name == "cute":
+            return (peer == FLEX) == (case.variant == "bias")
         return True
 
 
@@ -99,6 +101,7 @@ _BACKWARD = (
     *_LEARNED,
 )
 _GRADIENTS = tuple(replace(case, backward=True) for case in _grid(_MASKS, (64, 128, 256), LENGTHS))
+_TILELANG = _grid(_MASKS, (64, 128), TRITON_LENGTHS)
 _STEPS = tuple(replace(case, step=True) for case in _grid(_MASKS, (64, 128), (2048, 8192)))
 _DECODE = tuple(
     Case("full", n, 128, group=4, tokens=n * batch, hidden=4096, queries=1)
@@ -196,6 +199,38 @@ SECTIONS = {
             tuple(case for case in _LEARNED if case.n == 4096),
             (FLEX, EFFICIENT),
             kernel="cuda/forward_sm90",
+        ),
+        Section(
+            "cute",
+            "forward in CuTe DSL, bfloat16; with a bias as well",
+            (*_grid(_MASKS, (64, 128, 256), LENGTHS), *_grid(("bias",), (64, 128), (4096,))),
+            (*_grid(_MASKS, (128,), QUICK_LENGTHS), Case("bias", 4096, 128)),
+            (FLASH, FLEX),
+            kernel="cute/forward_sm90",
+        ),
+        Section(
+            "cute_gradients",
+            "gradients in CuTe DSL, bfloat16",
+            _GRADIENTS,
+            tuple(case for case in _GRADIENTS if case.n == 4096 and case.d == 128),
+            (FLASH,),
+            kernel="cute/forward_sm90",
+        ),
+        Section(
+            "tilelang",
+            "forward in TileLang, bfloat16",
+            _TILELANG,
+            tuple(case for case in _TILELANG if case.n == 4096),
+            (CUDNN, FLEX),
+            kernel="tilelang",
+        ),
+        Section(
+            "tilelang_gradients",
+            "gradients in TileLang, bfloat16",
+            tuple(replace(case, backward=True) for case in _TILELANG),
+            tuple(replace(case, backward=True) for case in _TILELANG if case.n == 4096),
+            (CUDNN, FLEX),
+            kernel="tilelang",
         ),
         Section(
             "step",

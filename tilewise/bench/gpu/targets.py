@@ -35,6 +35,15 @@ TRITON = (1.10, 1.00)  # to FlexAttention: the mean, and no case below
 BIAS_GRADIENT = 3.0
 GRADIENTS = (1.00, 0.93)  # to the best peer: the mean, and no case below
 ORDER = 0.85  # of the speed that gradients have in any order
+CUTE, CUTE_BIAS = (0.97, 0.90), 1.5  # to FlashAttention-4: the mean, and no case below; with a bias to FlexAttention
+CUTE_GRADIENTS = 0.85
+# TFLOP/s: 1.05 times those of the example that comes with TileLang 0.1.15, by mask, d and n.
+TILELANG = {
+    ("full", 64, 4096): 443.0,
+    ("causal", 64, 4096): 366.0,
+    ("full", 128, 4096): 611.0,
+    ("causal", 128, 16384): 573.0,
+}
 STEP = 1.00
 READING = 0.85  # of the rate at which memory is read
 LAUNCH = 1.5  # times that of PyTorch's own attention
@@ -129,6 +138,30 @@ def _in_order(what: str, records: list[Record], name: str) -> Check:
     return valued(Check(what, ORDER), both, lambda r: loose[case(r)] / r["median_ms"], min, "no case has both")
 
 
+def _cute(records: list[Record]) -> Iterator[Check]:
+    mean, least = CUTE
+    plain, biased = ([r for r in records if (r["variant"] == "bias") is told] for told in (False, True))
+    yield _to_peer(f"cute, forward: geometric mean to {FLASH}", plain, FLASH, mean, geometric_mean)
+    yield _to_peer(f"cute, forward: slowest case to {FLASH}", plain, FLASH, least)
+    yield _to_peer(f"cute, with a bias: slowest case to {FLEX}", biased, FLEX, CUTE_BIAS)
+
+
+def _cute_gradients(records: list[Record]) -> Iterator[Check]:
+    yield _to_peer(f"cute, backward: geometric mean to {FLASH}", records, FLASH, CUTE_GRADIENTS, geometric_mean)
+
+
+def _tilelang(records: list[Record]) -> Iterator[Check]:
+    """Beside numbers of the same method: the example is TileLang's own, and no package."""
+    for (variant, d, n), limit in TILELANG.items():
+        chosen = [r for r in records if (r["variant"], r["d"], r["n"]) == (variant, d, n)]
+        speed = Check(f"tilelang, forward: {variant}, d {d}, n {n}", limit, unit="TFLOP/s")
+        yield valued(speed, chosen, lambda r: r["tflops"], min)
+
+
+def _tilelang_gradients(records: list[Record]) -> Iterator[Check]:
+    yield _to_peer(f"tilelang, backward: geometric mean to {FLEX}", records, FLEX, None, geometric_mean)
+
+
 def _step(records: list[Record]) -> Iterator[Check]:
     yield _to_peer("a training step of a module: slowest case to cuDNN's", records, SDPA_MODULE, STEP)
 
@@ -210,6 +243,7 @@ def _to_peer(
 
 _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
     "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
-    "backward": _backward, "gradients": _gradients, "learned": _learned, "step": _step, "decode": _decode,
-    "launch": _launch, "first": _first,
+    "backward": _backward, "gradients": _gradients, "learned": _learned, "cute": _cute,
+    "cute_gradients": _cute_gradients, "tilelang": _tilelang, "tilelang_gradients": _tilelang_gradients,
+    "step": _step, "decode": _decode, "launch": _launch, "first": _first,
 }  # fmt: skip

@@ -42,7 +42,7 @@ class CudaKernel:
         away = gpus.elsewhere(shape)
         if away is not None:
             return away
-        capability = gpus.capability(shape)
+        capability = gpus.capability(shape.device)
         if capability < OLDEST:
             return f"it needs compute capability {OLDEST[0]}.{OLDEST[1]}, and {shape.device} has {capability}"
         if self.rung is not None and self.rung.persistent and capability != HOPPER:
@@ -53,7 +53,7 @@ class CudaKernel:
         return support.unsupported(spec, shape, rung) or (None if self.rung is None else self.rung.unsupported(shape))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        rung = self.rung or suited(shape, gpus.capability(shape))
+        rung = self.rung or suited(shape, gpus.capability(shape.device))
         return rung.default_tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
@@ -119,7 +119,7 @@ class CudaKernel:
         """Hopper's backward pass, if it is this kernel's, or if none was named and it can; else the tiled one."""
         if self.rung is not None:
             return self._backward
-        able = gpus.capability(shape) == HOPPER and BACKWARD_SM90.unsupported(shape) is None
+        able = gpus.capability(shape.device) == HOPPER and BACKWARD_SM90.unsupported(shape) is None
         return BACKWARD_SM90 if able else None
 
 

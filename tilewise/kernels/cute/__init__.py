@@ -7,7 +7,7 @@ from typing import Any
 
 from tilewise.kernels import gpus
 from tilewise.kernels.cute import library, support
-from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.rungs import BACKWARD, RUNGS, Rung
 from tilewise.kernels.cute.wanted import kernel_of
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -28,22 +28,24 @@ class CuteKernel:
         away = gpus.elsewhere(shape)
         if away is not None:
             return away
-        capability = gpus.capability(shape)
+        capability = gpus.capability(shape.device)
         reason = support.unsupported(spec, shape, self.rung, capability)
         if reason is not None:
             return reason
-        kernel = kernel_of(self.rung or support.suited(shape, capability), spec, shape)
-        return library.not_built(kernel, architecture(capability))
+        return library.not_built(kernel_of(self._taken(shape, capability), spec, shape), architecture(capability))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return (self.rung or support.suited(shape, gpus.capability(shape))).tile(spec, shape)
+        return self._taken(shape, gpus.capability(shape.device)).tile(spec, shape)
+
+    def _taken(self, shape: Shape, capability: tuple[int, int]) -> Rung:
+        return BACKWARD if shape.backward else self.rung or support.suited(shape, capability)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         """tile: taken as a wish; a kernel has those that its layouts are made for."""
         from tilewise.kernels.cute.launch import chosen, forward
 
         shape = Shape.of(spec, q, k, v)
-        capability = gpus.capability(shape)
+        capability = gpus.capability(shape.device)
         rung = chosen(self.rung, spec, shape, capability, q, k, v)
         with sys.modules["torch"].cuda.device_of(q):
             return forward(rung, spec, q, k, v, architecture(capability))
@@ -52,7 +54,12 @@ class CuteKernel:
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
         tile: Tile | None = None,
     ) -> Grads:  # fmt: skip
-        raise NotImplementedError("cute has no backward pass; kernel='triton' has one")
+        """tile: taken as a wish, as forward does."""
+        from tilewise.kernels.cute.launch_backward import backward
+
+        shape = Shape.of(spec, q, k, v, backward=True)
+        with sys.modules["torch"].cuda.device_of(q):
+            return backward(spec, q, k, v, saved, d_out, d_lse, architecture(gpus.capability(shape.device)))
 
 
 def architecture(capability: tuple[int, int]) -> str:

@@ -83,19 +83,36 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
 
     source: ModuleType = import_module(f"{__package__}.source.{kernel.source}")
     build = SimpleNamespace(**vars(kernel), variant=modules.module(kernel.functions))
-    rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(4)]
-    tables = [_fake("float32", 3), _fake("int32", 4), _fake("int32", 2), _fake("float32", 1)]  # lse to sinks
-    loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (tables[-1],)
+    loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (_fake("float32", 1),)
     w_o = [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
+    given = _of_backward(kernel) if kernel.by_key else _of_forward(kernel)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--enable-tvm-ffi --gpu-arch={arch}"
     try:
-        made = cute.compile(source.launch, *rows, *tables, loaded, Float32(1.0), *w_o, build, stream, options=options)
+        made = cute.compile(source.launch, *given, loaded, Float32(1.0), *w_o, build, stream, options=options)
     except Exception as error:  # of the DSL there are many kinds; the words are what counts
         raise CompileError(f"CuTe's compiler cannot compile {kernel} for {arch}:\n{error}") from error
     with tempfile.TemporaryDirectory() as folder:
         made.export_to_c(str(Path(folder, "kernel.o")), function_name=ENTRY)
         return Compiled(made, Path(folder, "kernel.o").read_bytes())
+
+
+def _of_forward(kernel: Wanted) -> list[Any]:
+    """q, k, v and the output; lse; the plan; sinks."""
+    rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(4)]
+    return [*rows, _fake("float32", 3), *_fake_plan(), _fake("float32", 1)]
+
+
+def _of_backward(kernel: Wanted) -> list[Any]:
+    """q, k, v, the output and its gradient, theirs; lse, its gradient, shift and delta; the plan, both ways round."""
+    rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(8)]
+    numbers = [_fake("float32", 3, last=None if is_given else 1) for is_given in (False, True, False, False)]
+    return [*rows, *numbers, *_fake_plan(), *_fake_plan()]
+
+
+def _fake_plan() -> list[Any]:
+    """Records and runs."""
+    return [_fake("int32", 4), _fake("int32", 2)]
 
 
 def _fake(dtype: str, rank: int, divisible: int = 1, last: int | None = 1) -> Any:

@@ -35,8 +35,8 @@ def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more
         return lse
     records = plan.records.expand(shape.batch, shape.heads, -1, -1)
     sinks = (lse if spec.sinks is None else tensor(spec.sinks, device).float().contiguous()).view(-1)
-    loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (sinks,)  # never empty: compiled as of that size
-    given = (_steps_in_order(x, kernel.vector) for x in rows)
+    loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (sinks,)  # never empty
+    given = (steps_in_order(x, kernel.vector) for x in rows)
     launch = library.kernel(kernel, arch)
     launch(*given, lse, records, plan.runs, sinks, loaded, spec.scale, *more)
     return lse
@@ -76,7 +76,7 @@ def _steps(x: Any) -> list[int]:
     return [step * x.element_size() for size, step in sizes if size > 1]
 
 
-def _steps_in_order(x: Any, vector: int) -> Any:
+def steps_in_order(x: Any, vector: int) -> Any:
     """With steps that are multiples of `vector`: of a dimension of size 1 PyTorch may tell any."""
     sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     return x.as_strided(x.shape, (*(step if size > 1 else vector for size, step in sizes), 1))

@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from tilewise.expr import Expr, Loaded
+from tilewise.derivative import ONE, score_slopes
+from tilewise.expr import Expr, Loaded, S
 from tilewise.kernels import written
 from tilewise.kernels.cute.ops import function
 from tilewise.spec import Attention
@@ -15,9 +16,15 @@ from tilewise.walking import loads, remembered
 _OPERATIONS = Path(__file__).with_name("source") / "operations.py"
 
 
-def text(spec: Attention) -> str:
-    """The functions of a variant, `score` and `mask` where it has them, as Python; "" if it has neither."""
+def text(spec: Attention, has_slope: bool = False) -> str:
+    """The functions of a variant, `score` and `mask` where it has them, as Python; "" if it has neither.
+
+    has_slope: and `slope`, the derivative of the score by S, unless it is 1.
+    """
     named, slots = {"score": spec.score, "mask": spec.mask}, spec.loaded
+    slope = score_slopes(spec)[S] if has_slope else ONE
+    if slope is not ONE:
+        named["slope"] = slope
     return "\n\n".join(_function(name, expr, slots) for name, expr in named.items() if expr is not None)
 
 

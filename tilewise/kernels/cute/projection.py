@@ -34,7 +34,7 @@ def projected_attention(q: Any, k: Any, v: Any, w_o: Any, **options: Any) -> Par
     rows = [x.detach() for x in (call.q, call.k, call.v, y)]
     kernel = kernel_for(call.spec, shape, aligned=all(map(is_aligned, (*rows, w_o))))
     with torch.cuda.device_of(call.q):
-        lse = run(kernel, call.spec, shape, rows, (w_o.detach(),), architecture(gpus.capability(shape)))
+        lse = run(kernel, call.spec, shape, rows, (w_o.detach(),), architecture(gpus.capability(shape.device)))
     return Partial(y[:, 0], lse)
 
 
@@ -48,7 +48,7 @@ def unsupported(spec: Attention, shape: Shape, capability: tuple[int, int] | Non
     away = gpus.elsewhere(shape)
     if away is not None:
         return away
-    capability = capability or gpus.capability(shape)
+    capability = capability or gpus.capability(shape.device)
     reason = support.unsupported(spec, shape, BASIC, capability)
     if reason is not None:
         return reason

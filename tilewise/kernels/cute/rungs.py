@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tilewise.expr import Expr
+from tilewise.derivative import ONE, score_slopes
+from tilewise.expr import Expr, S
 from tilewise.kernels import gpus
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
@@ -21,11 +22,15 @@ class Rung(Protocol):
     newest: tuple[int, int]
     MOST_D: int  # the largest head
     maps: bool  # its tiles come by the copy engine, which does not take arrays that lie anyhow
+    differentiated: bool  # BACKWARD has the gradients of what it computes
 
     def unsupported(self, shape: Shape) -> str | None:
         """Why it cannot compute calls of this shape."""
 
     def tile(self, spec: Attention, shape: Shape) -> Tile: ...
+
+    def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
+        """By which it goes a second time, key tile by key tile; None: it does not."""
 
     def columns(self, d: int) -> int:
         """As many of a head's as it multiplies: those beyond the head are 0."""
@@ -35,7 +40,7 @@ class Rung(Protocol):
 
 
 class Basic:
-    source, oldest, newest, maps = "basic", (8, 0), (99, 0), False
+    source, oldest, newest, maps, differentiated = "basic", (8, 0), (99, 0), False, False
     DTYPES = ("float16", "bfloat16", "float32")
     MOST_D = 128  # acc has a row of it for each thread: registers have no room for more
 
@@ -52,6 +57,9 @@ class Basic:
     def tile(self, spec: Attention, shape: Shape) -> Tile:
         return Tile(64, 64)
 
+    def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
+        return None
+
     def columns(self, d: int) -> int:
         return max(1 << (d - 1).bit_length(), 16)
 
@@ -64,7 +72,8 @@ class Basic:
 class ForwardSm90:
     """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
 
-    name, source, scaling, oldest, newest, maps = "forward_sm90", "forward_sm90", "scores", (9, 0), (9, 0), True
+    name, source, scaling = "forward_sm90", "forward_sm90", "scores"
+    oldest, newest, maps, differentiated = (9, 0), (9, 0), True, True
     MOST_D = gpus.MOST_D
 
     def unsupported(self, shape: Shape) -> str | None:
@@ -72,10 +81,13 @@ class ForwardSm90:
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
         """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
-        is_costly = any(_takes_registers(node) for node in nodes(*spec.expressions))
+        is_costly = _is_costly(spec)
         if max(shape.d, shape.d_v) <= 128:
             return Tile(128, 64 if is_costly else 128)
         return Tile(128, 48 if is_costly else 64)
+
+    def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
+        return None
 
     def columns(self, d: int) -> int:
         return 64 if d <= 64 else 128 if d <= 128 else 256
@@ -85,6 +97,35 @@ class ForwardSm90:
         return gpus.SHARED
 
 
+class BackwardSm90(ForwardSm90):
+    """A warpgroup has 64 queries of the first pass's tile, and 64 keys of the second's."""
+
+    name, source, differentiated = "backward_sm90", "backward_sm90", False
+
+    def tile(self, spec: Attention, shape: Shape) -> Tile:
+        most = max(shape.d, shape.d_v)
+        if most > 128:
+            return Tile(128, 32)
+        if _is_costly(spec) or _has_slope(spec):
+            return Tile(128, 64)
+        return Tile(128, 128 if most <= 64 and spec.score is None else 96)
+
+    def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
+        """Smaller where a score's slope keeps products, too."""
+        most = max(shape.d, shape.d_v)
+        fits = most <= 64 or (most <= 128 and not _is_costly(spec) and not _has_slope(spec))
+        return Tile(64 if fits else 32, 128)
+
+
+def _has_slope(spec: Attention) -> bool:
+    """Whether products of q and k are kept beside their scores, for the derivative of those."""
+    return score_slopes(spec)[S] is not ONE
+
+
+def _is_costly(spec: Attention) -> bool:
+    return any(_takes_registers(node) for node in nodes(*spec.expressions))
+
+
 def _takes_registers(node: Expr) -> bool:
     """Whether it reads an array at a place that depends on the key, or divides, in many steps."""
     return node.op == "floordiv" or (node.op == "load" and bool({"K", "KP"} & variables(node)))
@@ -92,6 +133,7 @@ def _takes_registers(node: Expr) -> bool:
 
 BASIC = Basic()
 LADDER: tuple[Rung, ...] = (BASIC, ForwardSm90())  # the last that can takes a call
+BACKWARD = BackwardSm90()  # whatever kernel was forward's
 # Exercises, to be compared: half precision rounds q or k once more if it is scaled before it is multiplied.
 SCALED = (Basic("scaled_q", "q"), Basic("scaled_k", "k"))
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (*LADDER, *SCALED)}

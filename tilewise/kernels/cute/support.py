@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewise.kernels.cute.rungs import BASIC, LADDER, Rung
+from tilewise.kernels.cute.rungs import BACKWARD, BASIC, LADDER, Rung
 from tilewise.spec import Attention, Shape
 
 # Bytes that a block may take, by compute capability; of others the least is taken for granted.
@@ -14,14 +14,24 @@ MOST_D = max(rung.MOST_D for rung in LADDER)
 
 def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tuple[int, int]) -> str | None:
     """Why not this call, by any kernel, or by that one."""
-    if shape.backward:
-        return "it has no backward pass; kernel='triton' has one"
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
+    if shape.backward:
+        return _not_differentiated(spec, shape, rung, capability)
     if rung is not None:
         return _refused(rung, shape, capability)
     reasons = {x.name: _refused(x, shape, capability) for x in LADDER}
     return None if None in reasons.values() else "; ".join(f"{name}: {told}" for name, told in reasons.items())
+
+
+def _not_differentiated(spec: Attention, shape: Shape, rung: Rung | None, capability: tuple[int, int]) -> str | None:
+    """Why there are no gradients. What BACKWARD takes, a kernel with gradients takes as well."""
+    if rung is not None and not rung.differentiated:
+        return "it has no backward pass; kernel='cute/forward_sm90' has one"
+    if spec.wanted:
+        return "its backward pass has no gradients of the arrays that a score reads; kernel='triton' has them"
+    reason = _refused(BACKWARD, shape, capability)
+    return None if reason is None else f"{BACKWARD.name}: {reason}; kernel='triton' has gradients, too"
 
 
 def suited(shape: Shape, capability: tuple[int, int]) -> Rung:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.cache import Cache
-from tilewise.kernels import host, reads
+from tilewise.kernels import gpus, host, reads
+from tilewise.kernels.tensors import as_tensor, device_of, grads_like, partial_like, rows
 from tilewise.kernels.triton.choices import Pass
 from tilewise.kernels.triton.modules import is_interpreted
 from tilewise.kernels.triton.tuning import chosen, described, without_room
@@ -35,7 +34,7 @@ class TritonKernel:
     def unavailable(self) -> str | None:
         if not_installed() or is_interpreted():
             return not_installed()
-        reason = no_gpu()
+        reason = gpus.none_here()
         return None if reason is None else f"{reason}; TRITON_INTERPRET=1 runs it on a CPU, slowly"
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
@@ -60,9 +59,9 @@ class TritonKernel:
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         from tilewise.kernels.triton.launch import forward
 
-        with _device_of(q):
-            done = forward(spec, _tensor(q), _tensor(k), _tensor(v), tile, self.basic)
-        return Partial(_like(done.out, q), _like(done.lse, q))
+        with device_of(q):
+            done = forward(spec, as_tensor(q), as_tensor(k), as_tensor(v), tile, self.basic)
+        return partial_like(done, q)
 
     def backward(
         self, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any = None,
@@ -70,28 +69,25 @@ class TritonKernel:
     ) -> Grads:  # fmt: skip
         from tilewise.kernels.triton.launch import backward
 
-        dtype = _computed_with(_tensor(d_out), _tensor(q))
-        held = Partial(_rows(saved.out, dtype), _tensor(saved.lse).contiguous())  # another system may have saved them
-        d_lse = None if d_lse is None else _tensor(d_lse)
-        with _device_of(q):
-            grads = backward(spec, _tensor(q), _tensor(k), _tensor(v), held, _rows(d_out, dtype), d_lse, tile)
-        d_q, d_k, d_v = (_like(grad.to(_tensor(x).dtype), x) for grad, x in ((grads.q, q), (grads.k, k), (grads.v, v)))
-        sinks = None if grads.sinks is None else _like(grads.sinks, spec.sinks)
-        wanted = tuple(_like(x, slot.array) for x, slot in zip(grads.arrays, spec.wanted, strict=True))
-        return Grads(d_q, d_k, d_v, sinks, wanted)
+        dtype = _computed_with(as_tensor(d_out), as_tensor(q))
+        held = Partial(rows(saved.out, dtype), as_tensor(saved.lse).contiguous())  # another system may have saved them
+        d_lse = None if d_lse is None else as_tensor(d_lse)
+        with device_of(q):
+            grads = backward(spec, as_tensor(q), as_tensor(k), as_tensor(v), held, rows(d_out, dtype), d_lse, tile)
+        return grads_like(grads, spec, q, k, v)
 
     def decode(self, spec: Attention, q: Any, cache: Cache, rope: Rope | None = None) -> Partial:
         from tilewise.kernels.triton.launch_decode import decode
 
-        with _device_of(q):
-            done = decode(spec, _tensor(q), cache, rope)
-        return Partial(_like(done.out, q), _like(done.lse, q))
+        with device_of(q):
+            done = decode(spec, as_tensor(q), cache, rope)
+        return partial_like(done, q)
 
     def append(self, cache: Cache, k: Any, v: Any, counts: Array, rope: Rope | None = None) -> None:
         from tilewise.kernels.triton.launch_decode import append
 
-        with _device_of(k):
-            append(cache, _tensor(k), _tensor(v), counts, rope)
+        with device_of(k):
+            append(cache, as_tensor(k), as_tensor(v), counts, rope)
 
 
 def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:
@@ -103,30 +99,11 @@ def _as_kernels_get(spec: Attention, shape: Shape) -> Attention:
     return spec if few_tiles_turn_keys(spec, shape, None) else replace(spec, rope=None)
 
 
-def _device_of(x: Any) -> Any:
-    """Triton launches on the current device."""
-    return sys.modules["torch"].cuda.device_of(x) if arrays.is_torch(x) and x.is_cuda else nullcontext()
-
-
-def _tensor(x: Any) -> Any:
-    return x if arrays.is_torch(x) else arrays.as_tensor(x)
-
-
 def _computed_with(d_out: Any, q: Any) -> Any:
     """One that holds what q and the output's gradient have, of those that there are kernels for."""
     torch = sys.modules["torch"]
     both = torch.promote_types(d_out.dtype, q.dtype)
     return torch.float32 if both == torch.float64 else both
-
-
-def _rows(x: Any, dtype: Any) -> Any:
-    """In a type, numbers of a row side by side."""
-    x = _tensor(x).to(dtype)
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _like(result: Any, template: Any) -> Any:
-    return result if arrays.is_torch(template) else arrays.like(arrays.as_numpy(result), template)
 
 
 def _unsupported(spec: Attention, shape: Shape) -> str | None:
@@ -141,11 +118,3 @@ def _unsupported(spec: Attention, shape: Shape) -> str | None:
 def not_installed() -> str | None:
     missing = [name for name in ("torch", "triton") if find_spec(name) is None]
     return f"it needs {', '.join(missing)}; pip install 'tilewise[triton]'" if missing else None
-
-
-def no_gpu() -> str | None:
-    """PyTorch is asked, but never imported for it: who has tensors on a GPU has imported it."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return "nothing is on a GPU: PyTorch is not imported in this process"
-    return None if torch.cuda.is_available() else "PyTorch finds no GPU, or was built without CUDA"

@@ -30,7 +30,7 @@ def variant(spec: Attention, n_k: int, extra: dict[str, Expr] | None = None) -> 
     slots = spec.loaded
     complete = tuple(i for i, slot in enumerate(slots) if slot.array.shape and slot.array.shape[-1] >= n_k)
     texts = tuple(_function(name, expr, slots, complete) for name, expr in named.items() if expr is not None)
-    return _module(texts) if texts else None
+    return module(texts) if texts else None
 
 
 def _function(name: str, expr: Expr, slots: list[Loaded], complete: tuple[int, ...]) -> str:
@@ -47,5 +47,6 @@ def _operations() -> str:
 
 
 @cache
-def _module(texts: tuple[str, ...]) -> ModuleType:
+def module(texts: tuple[str, ...]) -> ModuleType:
+    """Functions in a module of their own, with the operations that they call."""
     return written.module("triton", "\n\n".join([_operations(), *texts]))

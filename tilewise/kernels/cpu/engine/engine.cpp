@@ -334,6 +334,25 @@ int backward(const Path& path, const BackwardCall& call, Interrupted interrupted
         [&](const std::vector<PackedBackward>& wave) { return backward_wave(path, call, wave, interrupted); });
 }
 
+// -- linear attention -------------------------------------------------------------------------------------------------
+
+// Every key head of every sequence.
+std::vector<LinearTask> linear_tasks(const LinearCall& call) {
+    std::vector<LinearTask> tasks;
+    for (int64_t s = 0; s < call.n_states; s++)
+        for (int64_t hk = 0; hk < call.heads_k; hk++) {
+            int64_t begin = call.packed ? call.lengths[s] : 0, end = call.packed ? call.lengths[s + 1] : call.n;
+            tasks.push_back({call.packed ? 0 : s, hk, begin, end, s * call.heads_k + hk});
+        }
+    return tasks;
+}
+
+template <class Any, class Run> int linear(const Any& call, const LinearCall& forward, size_t scratch, const Run& run, Interrupted interrupted) {
+    std::vector<LinearTask> tasks = linear_tasks(forward);
+    return run_tasks(int64_t(tasks.size()), scratch, interrupted,
+                     [&](int64_t i, void* room, const Pause& pause) { run(call, tasks[size_t(i)], room, pause); });
+}
+
 // -- Python -----------------------------------------------------------------------------------------------------------
 
 // The interpreter's own functions, which the library is given when it is loaded: so it needs no Python to be built, and
@@ -378,6 +397,18 @@ API int tilewise_forward(const Call* call, int is_main) {
 }
 API int tilewise_backward(const BackwardCall* call, int is_main) {
     return without_lock(is_main != 0, [&](Interrupted interrupted) { return backward(path(), *call, interrupted); });
+}
+API int tilewise_linear_forward(const LinearCall* call, int is_main) {
+    const Path& with = path();
+    return without_lock(is_main != 0, [&](Interrupted interrupted) {
+        return linear(*call, *call, with.linear_forward_scratch(*call), with.linear_forward, interrupted);
+    });
+}
+API int tilewise_linear_backward(const LinearBackwardCall* call, int is_main) {
+    const Path& with = path();
+    return without_lock(is_main != 0, [&](Interrupted interrupted) {
+        return linear(*call, call->forward, with.linear_backward_scratch(*call), with.linear_backward, interrupted);
+    });
 }
 API void tilewise_set_threads(int n) { set_threads(n); }
 API int tilewise_threads() { return threads(); }

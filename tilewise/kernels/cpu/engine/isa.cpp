@@ -2,6 +2,7 @@
 #include "backward.h"
 #include "decode.h"
 #include "limits.h"
+#include "linear.h"
 
 namespace {
 
@@ -60,6 +61,21 @@ void any_sum_splits(const BackwardCall& backward, const PackedBackward& packed, 
     BY_STORED(sum_splits, backward, packed, g, begin, end)
 }
 
+size_t any_linear_forward_scratch(const LinearCall& call) {
+    return call.type == FLOAT64 ? linear_scratch<LinearForward<double>>(call) : linear_scratch<LinearForward<float>>(call);
+}
+void any_linear_forward(const LinearCall& call, const LinearTask& task, void* scratch, const Pause& pause) {
+    if (call.type == FLOAT64) linear_run<LinearForward<double>>(call, task, scratch, pause);
+    else linear_run<LinearForward<float>>(call, task, scratch, pause);
+}
+size_t any_linear_backward_scratch(const LinearBackwardCall& call) {
+    return call.forward.type == FLOAT64 ? linear_scratch<LinearBackward<double>>(call) : linear_scratch<LinearBackward<float>>(call);
+}
+void any_linear_backward(const LinearBackwardCall& call, const LinearTask& task, void* scratch, const Pause& pause) {
+    if (call.forward.type == FLOAT64) linear_run<LinearBackward<double>>(call, task, scratch, pause);
+    else linear_run<LinearBackward<float>>(call, task, scratch, pause);
+}
+
 double any_multiply_add(bool is_double, int64_t rounds) {
     volatile double result;  // or the compiler would find that nobody needs it
     float f = 0;
@@ -83,4 +99,5 @@ const Path NAMED(path_, TILEWISE_ISA) = {
     any_decode_scratch, any_decode_partial_bytes, any_decode, any_decode_merge,
     any_lay_out_backward, any_pack_backward_scratch, any_pack_backward_keys, any_pack_backward_queries, any_add_delta,
     any_backward_scratch, any_backward, any_multiply_add, any_read_bytes, any_sum_splits,
+    any_linear_forward_scratch, any_linear_forward, any_linear_backward_scratch, any_linear_backward,
 };

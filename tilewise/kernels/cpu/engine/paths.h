@@ -2,6 +2,7 @@
 #pragma once
 #include <stddef.h>
 #include "engine.h"
+#include "linear_call.h"
 #include "pause.h"
 
 // Keys and values of one key head of one sequence, in the order the micro-kernel reads them.
@@ -42,6 +43,10 @@ struct Path {
     double (*multiply_add)(bool is_double, int64_t rounds);  // on registers alone; returns how many operations
     uint64_t (*read_bytes)(const char*, int64_t);
     void (*sum_splits)(const BackwardCall&, const PackedBackward&, int64_t g, int64_t begin, int64_t end);
+    size_t (*linear_forward_scratch)(const LinearCall&);
+    void (*linear_forward)(const LinearCall&, const LinearTask&, void* scratch, const Pause&);
+    size_t (*linear_backward_scratch)(const LinearBackwardCall&);
+    void (*linear_backward)(const LinearBackwardCall&, const LinearTask&, void* scratch, const Pause&);
 };
 
 constexpr int64_t PACK_ROWS = 480;  // rows that a packing task takes: a multiple of every NR and MR

@@ -193,7 +193,7 @@ def consume(
                 place = k_consumer.wait_and_advance()
                 place_v = v_consumer.wait_and_advance()
                 if cutlass.const_expr(build.packed):
-                    clear_keys(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build)
+                    clear_rows(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
                 take_turn(number, build)
                 warpgroup.fence()
                 multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
@@ -220,7 +220,7 @@ def consume(
                 narrow.store(s.load().to(element))
         place_v = v_consumer.wait_and_advance()
         if cutlass.const_expr(build.packed):
-            clear_keys(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build)
+            clear_rows(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
         warpgroup.fence()
         multiply(pv, acc, p, v[None, None, None, place_v.index], True)
         warpgroup.wait_group(0)
@@ -234,7 +234,7 @@ def consume(
         if (at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
             lse[b, h, work.q_begin + query] = done[row]
     out_rows = matrix(out, b, h, work.q_begin + work.first)
-    store(acc, out_rows, work.n_q - work.first, pv[0], thread, build)
+    store(acc, out_rows, work.n_q - work.first, pv[0], thread, (build.tile.q, build.columns))
 
 
 def multiply(product, acc, a, b, adds):
@@ -267,21 +267,22 @@ def in_turns(build):
 
 
 @cute.jit
-def clear_keys(tile, count, thread, build: cutlass.Constexpr):
-    """Keys of a tile, from that one on, become 0: beyond the end of a packed sequence lie the next one's, which may be
-    anything, and 0 * NaN would be NaN."""
-    if count < build.tile.k:
-        threads = build.tile.q // 64 * WARPGROUP
-        for i in cutlass.range(thread, (build.tile.k - count) * build.columns, threads):
-            tile[i % build.columns, count + i // build.columns] = tile.element_type(0.0)
+def clear_rows(tile, count, thread, consumed: cutlass.Constexpr):
+    """Rows of a tile, which is seen from its side, become 0 from that one on: beyond the end of a packed sequence lie
+    the next one's, which may be anything, and 0 * NaN would be NaN. consumed: by how many rows' warpgroups."""
+    columns, rows = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    if count < rows:
+        threads = consumed // 64 * WARPGROUP
+        for i in cutlass.range(thread, (rows - count) * columns, threads):
+            tile[i % columns, count + i // columns] = tile.element_type(0.0)
         cute.arch.fence_view_async_shared()
         consumers_meet(threads)
 
 
 @cute.jit
-def store(acc, rows, count, pv, thread, build: cutlass.Constexpr):
-    """Each thread its numbers, two at a time, of the rows and columns that there are."""
-    size, mine = (build.tile.q, build.columns), pv.get_slice(thread)
+def store(acc, rows, count, product, thread, size: cutlass.Constexpr):
+    """Each thread its numbers of a tile of that size, two at a time, of the rows and columns that there are."""
+    mine = product.get_slice(thread)
     target, at = (
         mine.partition_C(cute.local_tile(rows, size, (0, 0))),
         mine.partition_C(cute.make_identity_tensor(size)),
@@ -289,7 +290,7 @@ def store(acc, rows, count, pv, thread, build: cutlass.Constexpr):
     result = cute.make_rmem_tensor_like(acc, rows.element_type)
     result.store(acc.load().to(rows.element_type))
     for row in cutlass.range_constexpr(2):
-        for i in cutlass.range_constexpr(build.columns // 8):
+        for i in cutlass.range_constexpr(size[1] // 8):
             two = (None, row, i), 0, 0
             if cute.elem_less(at[(0, row, i), 0, 0], (count, rows.shape[1])):
                 cute.autovec_copy(result[two], target[two])

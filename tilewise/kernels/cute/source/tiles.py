@@ -70,7 +70,7 @@ def score(s, at, first_key, work, arrays, scale, build):
         if not build.raw and build.scaling == "scores":
             s[i] = s[i] * scale
         if hasattr(build.variant, "score"):
-            s[i] = _at(build.variant.score, i, s, at, first_key, work, arrays)
+            s[i] = _at(build.variant.score, s[i], at[i], first_key, work, arrays)
 
 
 def mask(s, at, first_key, work, arrays, build):
@@ -78,16 +78,23 @@ def mask(s, at, first_key, work, arrays, build):
     for i in range(cute.size(s)):
         counts = (first_key + at[i][1] < work.n_k) & (work.first + at[i][0] < work.n_q)
         if hasattr(build.variant, "mask"):
-            counts = counts & _at(build.variant.mask, i, s, at, first_key, work, arrays)
+            counts = counts & _at(build.variant.mask, s[i], at[i], first_key, work, arrays)
         s[i] = where(counts, s[i], Float32(-INFINITY))
 
 
-def _at(function, i, s, at, first_key, work, arrays):
+def multiply_by_slopes(d_score, product, at, first_key, work, arrays, scale, build):
+    """By the derivative of the score; a key of weight 0 passes nothing on, whatever its slope."""
+    for i in range(cute.size(d_score)):
+        slope = _at(build.variant.slope, product[i] * scale, at[i], first_key, work, arrays)
+        d_score[i] = where(d_score[i] == 0.0, Float32(0.0), d_score[i] * slope)
+
+
+def _at(function, s, at, first_key, work, arrays):
     """A function of the variant, for one score."""
-    query, key = work.first + at[i][0], first_key + at[i][1]  # within the sequence
+    query, key = work.first + at[0], first_key + at[1]  # within the sequence
     b, h, hk, origin_q, origin_k, total_q, total_k, packed_q, packed_k = work.place
     return function(
-        s[i], b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays
+        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays
     )
 
 

@@ -105,6 +105,14 @@ def swizzled_tiles(element, rows, columns, count, transposed=False):
     return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 
 
+def seen_across(tiles):
+    """The same tiles, (rows, columns, stages), transposed."""
+    rows, columns, count = (cute.size(tiles, mode=[i]) for i in range(3))
+    return cute.make_tensor(
+        tiles.iterator, swizzled_tiles(tiles.element_type, rows, columns, count, transposed=True).outer
+    )
+
+
 def copy_engine(x, tiles, transposed=False):
     """A map of x, (batch, heads, n, d), for such tiles; and x in the copy engine's coordinates, (n, d, heads, batch),
     or (d, n, heads, batch)."""

@@ -1,0 +1,60 @@
+"""Linear attention by the native engine: every instruction set, any threads, chunks of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tilewise.kernels.cpu import library
+from tilewise.linear import contract, dispatch
+from tilewise.linear.cases import CASES, LinearCase
+
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
+GATES = next(case for case in CASES if case.name == "gates, grouped heads")
+SOME = [case for case in CASES if case.name in ("gates, grouped heads", "packed", "all of a sequence", "float64")]
+
+
+@pytest.fixture
+def the_best_again() -> Iterator[None]:
+    yield
+    library.use_isa(library.isas()[0])
+
+
+@pytest.mark.usefixtures("the_best_again")
+@pytest.mark.parametrize("case", SOME, ids=lambda case: case.name)
+def test_every_instruction_set(case: LinearCase) -> None:
+    for isa in library.isas():
+        library.use_isa(isa)
+        contract.check(dispatch.kernel("cpu"), case.problem())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 200])
+def test_chunks_of_any_size(chunk: int) -> None:
+    contract.check(dispatch.kernel("cpu"), replace(GATES, heads=2, d=300, d_v=3).problem(), chunk)
+
+
+def test_threads_do_not_change_bits() -> None:
+    problem, kernel, threads = GATES.problem(), dispatch.kernel("cpu"), tw.get_num_threads()
+    pulled = contract.gradients_to_pull(problem)
+    results = []
+    for n in (1, 3):
+        tw.set_num_threads(n)
+        done = kernel.forward(problem)
+        results.append(
+            contract.forward_results(done) | contract.backward_results(kernel.backward(problem, done, *pulled))
+        )
+    tw.set_num_threads(threads)
+    for name, x in results[0].items():
+        np.testing.assert_array_equal(results[1][name], x, err_msg=name)
+
+
+def test_any_strides() -> None:
+    """Heads side by side, as a projection leaves them, and rows of a larger array."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 2, 50, 3, 24)).astype(np.float32)[..., :20].swapaxes(2, 3)
+    want = tw.linear_attention(*map(np.ascontiguousarray, (q, k, v)), kernel="cpu")
+    np.testing.assert_array_equal(tw.linear_attention(q, k, v, kernel="cpu"), want)

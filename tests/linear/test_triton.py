@@ -1,0 +1,60 @@
+"""Linear attention in Triton, by its interpreter: several segments, chunks of other sizes, the same bits again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tilewise.linear import contract, dispatch
+from tilewise.linear.cases import CASES, LinearCase
+
+TRITON = dispatch.kernel("triton")
+pytestmark = pytest.mark.skipif(TRITON.unavailable() is not None, reason=str(TRITON.unavailable()))
+NAMES = ("decay by token", "gates, grouped heads", "packed", "all of a sequence")
+IN_SEGMENTS = [replace(case, n=70) for case in CASES if case.name in NAMES]
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two chunks each, as a GPU would have them in a long sequence."""
+    from tilewise.linear.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "segment_rows", lambda n, wanted, chunk: 2 * chunk)
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("case", IN_SEGMENTS, ids=lambda case: case.name)
+def test_segments(case: LinearCase) -> None:
+    contract.check(TRITON, case.problem(), chunk=16)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_columns_are_shared_by_programs() -> None:
+    """A state of 80 x 100 is more than one program has."""
+    contract.check(TRITON, LinearCase("wide", 1, 1, 1, n=40, d=80, d_v=100, decay="head").problem(), chunk=16)
+
+
+@pytest.mark.usefixtures("short_segments")
+def test_gradients_have_the_same_bits_again() -> None:
+    problem = LinearCase("any", 1, 4, 2, n=70, decay="token", dtype="bfloat16").problem()
+    d_out, d_state = contract.gradients_to_pull(problem)
+    first, second = (
+        contract.backward_results(TRITON.backward(problem, TRITON.forward(problem), d_out, d_state)) for _ in range(2)
+    )
+    for name, x in first.items():
+        np.testing.assert_array_equal(x, second[name], err_msg=name)
+
+
+def test_wide_heads_are_refused() -> None:
+    shape = LinearCase("wide", 1, 1, 1, n=4, d=200).problem().shape
+    assert "room for 128 x 128, and they are 200 and 16" in str(TRITON.unsupported(shape))
+
+
+def test_segments_fill_a_gpu_and_no_more() -> None:
+    from tilewise.linear.kernels.triton.launch import segment_rows
+
+    assert segment_rows(16384, wanted=9, chunk=64) == 64 * 29
+    assert segment_rows(2048, wanted=1, chunk=64) == 2048
+    assert segment_rows(100, wanted=50, chunk=64) == 256

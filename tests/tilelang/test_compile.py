@@ -1,0 +1,120 @@
+"""What the C target runs, TileLang must also make CUDA of, and nvcc a library: for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+import tilewise as tw
+from tilewise import validate
+from tilewise.arrays import BFLOAT16
+from tilewise.derivative import ONE, score_slopes
+from tilewise.expr import S
+from tilewise.kernels.reads import reads
+from tilewise.kernels.tilelang import compiler
+from tilewise.kernels.tilelang.build import Build, Variant, variant_of
+from tilewise.kernels.tilelang.choices import Pass, chosen
+
+needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
+needs_nvcc = pytest.mark.skipif(compiler.not_installed("sm_90a") is not None, reason="TileLang or nvcc is missing")
+PASSES = {"forward": Pass.FORWARD, "simple": Pass.FORWARD, "rows": Pass.ROWS, "d_query": Pass.D_QUERY}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "softcap, alibi": {"causal": True, "score": tw.softcap(30.0) >> tw.alibi(4)},
+    "slopes": {"score": tw.alibi(np.ones(4, np.float32), grad=True)},
+    "relative": {"score": tw.relative(np.zeros(9, np.float32), grad=True)},
+    "bias": {"score": tw.bias(np.zeros((1, 4, 300, 300), np.float32), grad=True)},
+    "bias of keys": {"score": tw.bias(np.zeros((1, 1, 1, 300), np.float32), grad=True)},
+    "sinks": {"causal": True, "sinks": np.zeros(4, np.float32)},
+}
+
+
+class Asked(NamedTuple):
+    """A kernel, for a call of one kind."""
+
+    kernel: str
+    variant: str = "causal"
+    d: int = 128
+    dtype: str = "bfloat16"
+    packed: bool = False
+    aligned: bool = True
+    arch: str = "sm_90a"
+
+    def text(self) -> tuple[Build, Any]:
+        from tilewise.kernels.tilelang.call import build_of, written
+
+        dtype = BFLOAT16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
+        q, k, v = (np.zeros((1, heads, 300, self.d), dtype) for heads in (4, 2, 2))
+        call = validate.prepare(q, k, v, **VARIANTS[self.variant])
+        shape = replace(call.shape, backward=self.kernel not in ("forward", "simple"))
+        kind = PASSES.get(self.kernel, Pass.D_KEYS if self.kernel == "d_keys" else Pass.ARRAYS)
+        variant = self._with_derivatives(call.spec)
+        choice = chosen(kind, shape, self.arch)
+        build = build_of(self.kernel, call.spec, shape, self.arch, choice, variant, self.aligned)
+        build = replace(build, packed=self.packed, from_zero=not self.packed)
+        with compiler.as_target(self.arch):
+            return build, written(self.kernel)(build, variant)
+
+    def _with_derivatives(self, spec: Any) -> Variant:
+        if self.kernel.startswith("of_"):
+            part = reads(spec)[0].slope
+            return variant_of(spec, **({} if part is ONE else {"part": part}))
+        slope = score_slopes(spec)[S]
+        return variant_of(spec, **({} if slope is ONE or not self.kernel.startswith("d_") else {"slope": slope}))
+
+
+def _on_hopper(text: str) -> bool:
+    """Whether products are a warpgroup's, tiles come by the copy engine, and warps of their own ask for them."""
+    return all(word in text for word in ("tl::wgmma_", "tl::tma_load", "warpgroup_reg_dealloc", "mbarrier"))
+
+
+@needs_tilelang
+@pytest.mark.parametrize("asked", [Asked("forward"), Asked("d_query"), Asked("d_keys"), Asked("simple", "full")])
+def test_hoppers_engines_are_used(asked: Asked) -> None:
+    build, kernel = asked.text()
+    text = compiler.source(kernel, build.target)
+    assert _on_hopper(text), "TileLang took the slow way"
+    assert "cudaGridDependencySynchronize" in text, "what the kernel before writes may not be there yet"
+
+
+@needs_nvcc
+def test_nothing_spills_and_the_library_tells_its_arguments(tmp_path: Path) -> None:
+    build, kernel = Asked("forward").text()
+    made = compiler.library(kernel, build.target)
+    assert (made.spilled, 0 < made.registers <= 240) == (0, True)
+    (tmp_path / "kernel.so").write_bytes(made.content)
+    library = ctypes.CDLL(str(tmp_path / "kernel.so"))  # which needs no driver to be loaded
+    library.tilewise_signature.restype = ctypes.c_char_p
+    assert b"int64_t q_step2" in library.tilewise_signature()
+
+
+# Bytes that do not fit registers, where some are known not to: d_keys has sums of both d_k and d_v.
+SPILLS = {
+    Asked("d_keys", d=256): 4096, Asked("d_keys", aligned=False): 4096, Asked("d_keys", "softcap, alibi"): 512,
+    Asked("d_keys", "relative"): 512, Asked("d_keys", "bias"): 512, Asked("of_columns", "bias of keys"): 512,
+}  # fmt: skip
+LOOPS = ("forward", "d_query", "d_keys")
+EVERY = [
+    *(Asked(kernel, variant) for kernel in LOOPS for variant in VARIANTS if variant != "sinks"),
+    *(Asked(kernel, d=d) for kernel in (*LOOPS, "rows") for d in (40, 64, 256)),
+    *(Asked(kernel, packed=True) for kernel in LOOPS),
+    *(Asked(kernel, aligned=False) for kernel in LOOPS),
+    Asked("forward", "sinks"), Asked("forward", dtype="float16"), Asked("simple", "full"), Asked("simple"),
+    Asked("of_rows", "slopes"), Asked("of_columns", "bias of keys"), Asked("of_pairs", "bias"),
+    Asked("of_distances", "relative"),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_nvcc
+@pytest.mark.parametrize("asked", EVERY, ids=str)
+def test_every_kernel_compiles(asked: Asked) -> None:
+    build, kernel = asked.text()
+    assert compiler.library(kernel, build.target).spilled <= SPILLS.get(asked, 0)

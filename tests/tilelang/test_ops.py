@@ -1,0 +1,91 @@
+"""The tilelang op table: what its expressions give is what NumPy gives. By TileLang's C target, on a CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.cuda.test_ops import EXPRESSIONS, MASKS, SHAPE, check_condition, numpy_values, random_conditions
+from tilewise import dispatch
+from tilewise.arrays import Array
+from tilewise.expr import Expr, H, K, Q, S, load
+from tilewise.kernels.tilelang.build import Build, Variant, told_of
+from tilewise.kernels.tilelang.compiler import C
+from tilewise.spec import Attention, Tile
+from tilewise.walking import loads
+
+_reason = dispatch.kernel("tilelang-c").unavailable()
+needs_tilelang = pytest.mark.skipif(_reason is not None, reason=str(_reason))
+
+
+def _values(*exprs: Expr) -> tuple[Array, list[Array]]:
+    """S, and what each expression gives for each of its places, as the compiled kernel computes it."""
+    from tests.tilelang.table import table
+    from tilewise.kernels.tilelang import library
+    from tilewise.kernels.tilelang.call import as_kernels_take
+    from tilewise.kernels.uploads import tensor
+
+    variant = Variant({f"value{i}": expr for i, expr in enumerate(exprs)}, loads(*exprs))
+    build = Build(
+        "table", C, "float32", 1, 1, Tile(), 0, 1, raw=False, has_sinks=False, shared_keys=False, packed=False,
+        from_zero=False, aligned=True, **told_of(variant),
+    )  # fmt: skip
+    shape = (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)
+    s = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    out = np.full((len(exprs), *shape), np.nan, np.float32)
+    arrays = [as_kernels_take(tensor(slot.array, "cpu")).contiguous() for slot in variant.slots]
+    given = {"s": s.ctypes.data, "out": out.ctypes.data, **{f"a{i}": None for i in range(8)}}
+    given |= {f"a{i}": x.data_ptr() for i, x in enumerate(arrays)}
+    given |= {f"a{i}_size{axis}": size for i, x in enumerate(arrays) for axis, size in enumerate(x.shape)}
+    library.kernel(build, lambda: table(build, variant, SHAPE)).launch(given)
+    return s, list(out)
+
+
+def _in_parts(named: dict[str, Expr]) -> list[dict[str, Expr]]:
+    """So few at a time that a kernel has parameters for their arrays."""
+    parts: list[dict[str, Expr]] = [{}]
+    for name, expr in named.items():
+        if len(loads(*parts[-1].values(), expr)) > 8:
+            parts.append({})
+        parts[-1][name] = expr
+    return parts
+
+
+@needs_tilelang
+@pytest.mark.parametrize("part", _in_parts(EXPRESSIONS), ids=", ".join)
+def test_values_are_numpys(part: dict[str, Expr]) -> None:
+    s, values = _values(*part.values())
+    for (name, expr), got in zip(part.items(), values, strict=True):
+        np.testing.assert_allclose(got, numpy_values(expr, s), rtol=3e-6, atol=3e-6, err_msg=name)
+
+
+@needs_tilelang
+@pytest.mark.parametrize("part", _in_parts(MASKS), ids=", ".join)
+def test_conditions_are_numpys(part: dict[str, Expr]) -> None:
+    s, values = _values(*part.values())
+    for (name, expr), got in zip(part.items(), values, strict=True):
+        assert np.array_equal(got, numpy_values(expr, s)), name
+
+
+@needs_tilelang
+def test_random_expressions_are_numpys() -> None:
+    for part in _in_parts({f"seed {seed}": mask for seed, mask in random_conditions()}):
+        s, values = _values(*part.values())
+        for (name, mask), got in zip(part.items(), values, strict=True):
+            check_condition(name, mask, got, s)
+
+
+def test_a_new_array_of_the_same_kind_compiles_nothing() -> None:
+    def told(n: int) -> dict[str, object]:
+        slopes, seen = np.ones(n, np.float32), np.ones((n, 3), bool)
+        spec = Attention(1.0, load(seen, H, K % 3), S + load(slopes, H))
+        return told_of(Variant({"score": spec.score, "mask": spec.mask}, spec.loaded))  # type: ignore[dict-item]
+
+    assert told(4) == told(9)
+
+
+def test_which_array_is_which_decides() -> None:
+    a, b = np.ones(9, np.float32), np.zeros(9, np.float32)
+    slots = loads(load(a, K), load(b, K))
+    one, other = (told_of(Variant({"score": S + load(x, Q) * load(y, K)}, slots)) for x, y in ((a, b), (b, a)))
+    assert one != other

@@ -1,0 +1,103 @@
+"""Tiles, stages and threads of each kernel: what is wished for, as far as a GPU has room for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from tilewise.kernels.tilelang.compiler import C
+from tilewise.schedule import itemsize
+from tilewise.spec import Shape, Tile
+
+# Bytes of shared memory that a block may take, by architecture; of others the least is taken for granted.
+SHARED_MEMORY = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90a": 227 << 10}
+LEAST_SHARED_MEMORY = 99 << 10
+_RESERVED = 1 << 10  # for barriers
+_WARPGROUP = 128  # threads, which multiply 64 rows at a time
+_ROWS = 64
+
+
+class Pass(Enum):
+    """Whose tiles stay, and whose come by."""
+
+    FORWARD = "forward"
+    ROWS = "rows"
+    D_QUERY = "d_query"
+    D_KEYS = "d_keys"
+    ARRAYS = "arrays"
+
+
+@dataclass(frozen=True)
+class Choice:
+    tile: Tile
+    stages: int
+    threads: int = _WARPGROUP
+
+
+# By the columns of a head, up to these. Each warpgroup has 64 rows of the tiles that stay.
+_CHOICES = {
+    Pass.FORWARD: {128: Choice(Tile(128, 128), 2), 256: Choice(Tile(128, 64), 2)},
+    Pass.ROWS: {256: Choice(Tile(64, 64), 0)},
+    Pass.D_QUERY: {128: Choice(Tile(128, 64), 2), 256: Choice(Tile(64, 64), 1)},
+    Pass.D_KEYS: {128: Choice(Tile(64, 128), 2), 256: Choice(Tile(64, 64), 1)},
+    Pass.ARRAYS: {256: Choice(Tile(64, 64), 0)},
+}
+_ON_C = Choice(Tile(32, 32), 0)
+
+
+def chosen(kind: Pass, shape: Shape, target: str, wish: Tile | None = None) -> Choice:
+    """In main memory any tile will do; a GPU's are multiples of 64, as tensor cores multiply them."""
+    if target == C:
+        return replace(_ON_C, tile=wish or _ON_C.tile)
+    widest = max(padded(shape.d), padded(shape.d_v))
+    found = next(choice for most, choice in _CHOICES[kind].items() if widest <= most)
+    if wish is not None:
+        found = replace(found, tile=Tile(min(_up(wish.q), found.tile.q), min(_up(wish.k), found.tile.k)))
+    found = _fitting(found, kind, shape, SHARED_MEMORY.get(target, LEAST_SHARED_MEMORY) - _RESERVED)
+    stay = found.tile.k if kind is Pass.D_KEYS else found.tile.q
+    return replace(found, threads=stay // _ROWS * _WARPGROUP)
+
+
+def padded(columns: int) -> int:
+    """Columns as tiles in shared memory have them: one layout of 128 bytes a row, whatever the head."""
+    return _up(columns)
+
+
+def _up(size: int) -> int:
+    return -(-size // _ROWS) * _ROWS
+
+
+def _sizes(tile: Tile) -> tuple[int, int]:
+    return tile.q, tile.k
+
+
+def _fitting(choice: Choice, kind: Pass, shape: Shape, room: int) -> Choice:
+    """With fewer stages, then with fewer rows, until there is room."""
+    while shared_bytes(choice, kind, shape) > room:
+        tile = choice.tile
+        if choice.stages > 1:
+            choice = replace(choice, stages=choice.stages - 1)
+        elif max(_sizes(tile)) > _ROWS:
+            choice = replace(choice, tile=Tile(min(tile.q, _ROWS), tile.k) if tile.q > _ROWS else Tile(tile.q, _ROWS))
+        else:
+            break
+    return choice
+
+
+def has_room(kind: Pass, shape: Shape, target: str) -> bool:
+    room = SHARED_MEMORY.get(target, LEAST_SHARED_MEMORY) - _RESERVED
+    return target == C or shared_bytes(chosen(kind, shape, target), kind, shape) <= room
+
+
+def shared_bytes(choice: Choice, kind: Pass, shape: Shape) -> int:
+    """The tiles that stay, and those that come by in each stage."""
+    d, d_v, (q, k) = padded(shape.d), padded(shape.d_v), _sizes(choice.tile)
+    stages = max(choice.stages, 1)
+    numbers = {
+        Pass.FORWARD: q * d + stages * k * (d + d_v),
+        Pass.ROWS: 2 * q * d_v,
+        Pass.D_QUERY: (q + stages * k) * (d + d_v),
+        Pass.D_KEYS: (k + stages * q) * (d + d_v),
+        Pass.ARRAYS: (q + 2 * k) * (d + d_v) + 4 * q * k,
+    }[kind]
+    return numbers * itemsize(shape.dtype)

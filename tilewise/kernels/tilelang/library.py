@@ -1,0 +1,83 @@
+"""Compiled kernels: found in the user's cache, or compiled and kept there; and how one is called."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tilewise.kernels import disk
+from tilewise.kernels.tilelang import compiler
+from tilewise.kernels.tilelang.build import Build
+from tilewise.sharing import Lock
+
+_logger = logging.getLogger("tilewise")
+_lock = Lock()
+_loaded: dict[Build, Library] = {}
+
+_TYPES: dict[str, Any] = {
+    "int": ctypes.c_int32,
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+}
+
+
+class Library:
+    """One kernel, ready to be called."""
+
+    def __init__(self, path: Any) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.get_last_error.restype = self._library.tilewise_signature.restype = ctypes.c_char_p
+        told = self._library.tilewise_signature().decode().split(", ")
+        arguments = [argument.partition("=")[0].rsplit(" ", 1) for argument in told]
+        self._names = [name for _, name in arguments]
+        self._library.call.argtypes = [_TYPES.get(kind, ctypes.c_void_p) for kind, _ in arguments]
+        self._ready: set[Any] = set()
+
+    def launch(self, values: Mapping[str, Any], device: Any = None) -> None:
+        """By their names: addresses of arrays, their sizes and steps, numbers, and the stream of a GPU.
+
+        device: the one that is current, which the kernel is made ready for once.
+        """
+        if device not in self._ready:
+            self._check(self._library.init())
+            self._ready.add(device)
+        self._check(self._library.call(*[values[name] for name in self._names]))
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise RuntimeError(f"a kernel in TileLang could not be launched: {self._library.get_last_error().decode()}")
+
+
+def kernel(build: Build, write: Callable[[], Any]) -> Library:
+    """The kernel of a build; `write` gives its text, if it has to be compiled."""
+    with _lock:
+        if build not in _loaded:
+            files = disk.user_cache("tilelang")
+            path = files.path(build.name)
+            _loaded[build] = Library(path if path is not None else _compiled(build, write, files))
+        return _loaded[build]
+
+
+def is_kept(build: Build) -> bool:
+    """Whether it was compiled before, here or for the folder that TILEWISE_CACHE names."""
+    return build in _loaded or disk.user_cache("tilelang").path(build.name) is not None
+
+
+def _compiled(build: Build, write: Callable[[], Any], files: disk.Files) -> Any:
+    _logger.info("compiling the TileLang kernel %r; later calls find it in %s", str(build), files.folder)
+    started = time.perf_counter()
+    with compiler.as_target(build.target):
+        text = write()
+    made = compiler.library(text, build.target)
+    _logger.info("compiled it in %.1f s", time.perf_counter() - started)
+    try:
+        return files.add(build.name, made.content)
+    except OSError as error:  # a full disk, a home that is read-only: the kernel runs all the same
+        _logger.warning("the compiled kernel is not kept: %s cannot be written (%s)", files.folder, error)
+        return disk.Files(Path(tempfile.mkdtemp())).add(build.name, made.content)

@@ -1,0 +1,1 @@
+"""The kernels, as TileLang's compiler reads them."""

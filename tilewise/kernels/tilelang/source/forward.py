@@ -1,0 +1,145 @@
+"""The forward pass in TileLang: a block has the queries of one tile, and visits the key tiles of its plan.
+
+Global memory, shared memory, registers: tiles of q, k and v are copied to shared memory, scores, weights and sums are
+fragments, which the registers of all threads hold together. The loop is pipelined: TileLang gives the copies to threads
+of their own, which run ahead by as many tiles as there are stages, and the products to tensor cores.
+"""
+
+import tilelang.language as T
+
+from tilewise.kernels.tilelang.source.tiles import (
+    FIRST,
+    FIRST_VISIT,
+    INFINITY,
+    K_BEGIN,
+    N_K,
+    N_Q,
+    N_VISITS,
+    PARTIAL,
+    Q_BEGIN,
+    Memory,
+    Place,
+    Sizes,
+    after_kernels_before,
+    array,
+    finite,
+    fused,
+    load_rows,
+    loaded,
+    lse_of,
+    record_of,
+    records_of,
+    store_rows,
+    weight_of,
+    with_sink,
+)
+
+
+def forward(build, variant):
+    n = Sizes()
+    shared, fragment, parallel = Memory.of(build)
+    tile_q, tile_k, depth, columns, dtype = build.tile.q, build.tile.k, build.depth, build.columns, build.dtype
+    by_rows = T.GemmWarpPolicy.FullRow  # each warp has whole rows of scores, so that no warp waits for another's
+
+    @T.prim_func
+    def forward(
+        q: array(build, "q", (n.batch, n.heads, n.n_q, build.d), dtype),
+        k: array(build, "k", (n.batch, n.heads_k, n.n_k, build.d), dtype),
+        v: array(build, "v", (n.batch, n.heads_k, n.n_k, build.d_v), dtype),
+        out: array(build, "out", (n.batch, n.heads, n.n_q, build.d_v), dtype),
+        lse: array(build, "lse", (n.batch, n.heads, n.n_q), "float32"),
+        sinks: T.Tensor((n.heads,), "float32"),
+        records: records_of(build, n),
+        visits: T.Tensor((n.n_visits,), "int32"),
+        scale: T.float32,
+        factor: T.float32,  # what scores are multiplied by to be exponents of 2
+        group: T.int32,
+        a0: loaded(build, 0),
+        a1: loaded(build, 1),
+        a2: loaded(build, 2),
+        a3: loaded(build, 3),
+        a4: loaded(build, 4),
+        a5: loaded(build, 5),
+        a6: loaded(build, 6),
+        a7: loaded(build, 7),
+    ):
+        with T.Kernel(n.tiles, n.heads, n.batch, threads=build.threads) as (number, h, b):
+            q_tile = shared([tile_q, depth], dtype)
+            k_tile = shared([tile_k, depth], dtype)
+            v_tile = shared([tile_k, columns], dtype)
+            s = fragment([tile_q, tile_k], "float32")
+            p = fragment([tile_q, tile_k], dtype)
+            acc = fragment([tile_q, columns], "float32")
+            row_max = fragment([tile_q], "float32")  # as an exponent of 2
+            largest = fragment([tile_q], "float32")  # the same before it was one
+            rescale = fragment([tile_q], "float32")
+            row_sum = fragment([tile_q], "float32")
+            tile_sum = fragment([tile_q], "float32")
+
+            after_kernels_before(build)
+            record = record_of(records, b, h, number)
+            hk = T.truncdiv(h, group)
+            first = record(FIRST)
+            q_begin = record(Q_BEGIN)
+            k_begin = record(K_BEGIN)
+            n_q = record(N_Q)
+            n_k = record(N_K)
+            first_visit = record(FIRST_VISIT)
+            place = Place.of(build, variant, record, b, h, hk, (a0, a1, a2, a3, a4, a5, a6, a7))
+
+            # 1 load q
+            load_rows(build, q, q_tile, b, h, q_begin, first, n_q)
+            T.fill(acc, 0)
+            T.fill(row_sum, 0)
+            T.fill(row_max, -INFINITY)
+            T.fill(largest, -INFINITY)
+            # for each kv tile of the schedule:
+            for i in T.Pipelined(record(N_VISITS), num_stages=build.stages):
+                visit = visits[first_visit + i]
+                first_key = visit // 2 * tile_k
+                # 2 s = q @ k.T
+                load_rows(build, k, k_tile, b, hk, k_begin, first_key, n_k)
+                T.gemm(q_tile, k_tile, s, transpose_B=True, policy=by_rows, clear_accum=True)
+                # 3 score
+                if not build.raw:
+                    for r, c in parallel(tile_q, tile_k):
+                        s[r, c] = place.score(s[r, c], scale, first + r, first_key + c)
+                # 4 mask (PARTIAL tiles only)
+                if visit % 2 == PARTIAL:
+                    for r, c in parallel(tile_q, tile_k):
+                        s[r, c] = T.if_then_else(place.counts(first + r, first_key + c, n_q, n_k), s[r, c], -INFINITY)
+                # 5 row_max, rescale, p, row_sum
+                T.reduce_max(s, largest, dim=1, clear=False)
+                for r in parallel(tile_q):
+                    rescale[r] = row_max[r]
+                    row_max[r] = T.max(row_max[r], largest[r] * factor)
+                    rescale[r] = T.exp2(rescale[r] - finite(row_max[r]))
+                for r, c in parallel(tile_q, tile_k):
+                    s[r, c] = T.exp2(fused(build, s[r, c], factor, -finite(row_max[r])))
+                T.reduce_sum(s, tile_sum, dim=1)
+                for r in parallel(tile_q):
+                    row_sum[r] = row_sum[r] * rescale[r] + tile_sum[r]
+                T.copy(s, p)
+                # 6 acc = acc * rescale + p @ v
+                for r, c in parallel(tile_q, columns):
+                    acc[r, c] *= rescale[r]
+                load_rows(build, v, v_tile, b, hk, k_begin, first_key, n_k)
+                T.gemm(p, v_tile, acc, policy=by_rows)
+
+            # 7 finish: acc / row_sum, lse
+            for r in parallel(tile_q):
+                rescale[r] = weight_of(build, row_sum[r], row_max[r], largest[r], factor)
+                tile_sum[r] = lse_of(build, row_max[r], row_sum[r])
+            if build.has_sinks:
+                for r in parallel(tile_q):
+                    joint = with_sink(tile_sum[r], sinks[h])
+                    rescale[r] = rescale[r] * T.exp(tile_sum[r] - finite(joint))
+                    tile_sum[r] = joint
+            for r, c in parallel(tile_q, columns):
+                acc[r, c] *= rescale[r]
+            store_rows(build, acc, out, b, h, q_begin, first, n_q)
+            for r in parallel(tile_q):
+                if first + r < n_q:
+                    lse[b, h, q_begin + first + r] = tile_sum[r]
+
+    return forward

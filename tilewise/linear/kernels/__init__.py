@@ -1,0 +1,1 @@
+"""The kernel systems of linear attention, a file or folder each."""

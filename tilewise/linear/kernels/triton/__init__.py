@@ -1,0 +1,86 @@
+"""Linear attention in Triton, on the GPUs that it serves; on CPUs by Triton's interpreter."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from tilewise.kernels import host
+from tilewise.kernels.tensors import as_tensor, device_of, like
+from tilewise.kernels.triton import DTYPES, TritonKernel
+from tilewise.kernels.triton.modules import is_interpreted
+from tilewise.linear.spec import Done, LinearGrads, Problem
+from tilewise.linear.state import LinearState
+from tilewise.spec import Shape
+
+MOST_D = 128
+
+
+class Kernel:
+    name = "triton"
+
+    def unavailable(self) -> str | None:
+        return TritonKernel().unavailable()
+
+    def unsupported(self, shape: Shape) -> str | None:
+        if is_interpreted() and host.unsupported(shape):
+            return host.unsupported(shape)
+        if not is_interpreted() and not shape.device.startswith("cuda"):
+            return f"it computes on GPUs and the arrays are on {shape.device}; move them with .cuda()"
+        if shape.dtype not in DTYPES:
+            return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='numpy' takes them"
+        if max(shape.d, shape.d_v) > MOST_D:
+            return (
+                f"it keeps a state of d x d_v in registers, with room for {MOST_D} x {MOST_D}, and they are "
+                f"{shape.d} and {shape.d_v}; kernel='numpy' takes them, in main memory"
+            )
+        return None
+
+    def forward(self, problem: Problem, chunk: int | None = None) -> Done:
+        from tilewise.linear.kernels.triton.launch import forward
+
+        with device_of(problem.q):
+            done = forward(_tensors(problem), chunk)
+        return Done(like(done.out, problem.q), like(done.norm, problem.q), _state_like(done.state, problem.q))
+
+    def backward(
+        self, problem: Problem, done: Done, d_out: Any, d_state: LinearState | None = None, chunk: int | None = None
+    ) -> LinearGrads:
+        from tilewise.linear.kernels.triton.launch import backward
+
+        given = _tensors(problem)
+        torch = sys.modules["torch"]
+        d_out = as_tensor(d_out)
+        # The gradients are computed in a type that holds what q and d_out have.
+        wider = torch.promote_types(d_out.dtype, given.q.dtype)
+        wider = torch.float32 if wider == torch.float64 else wider
+        given = replace(given, q=given.q.to(wider), k=given.k.to(wider), v=given.v.to(wider))
+        held = Done(_rows(as_tensor(done.out)), as_tensor(done.norm).contiguous(), done.state.map(as_tensor))
+        with device_of(problem.q):
+            d_state = None if d_state is None else d_state.map(as_tensor)
+            grads = backward(given, held, _rows(d_out.to(wider)), d_state, chunk)
+        d_q, d_k, d_v = (
+            like(grad.to(as_tensor(x).dtype), x)
+            for grad, x in ((grads.q, problem.q), (grads.k, problem.k), (grads.v, problem.v))
+        )
+        d_decay = None if grads.decay is None else like(grads.decay, problem.decay)
+        initial = None if grads.initial_state is None else _state_like(grads.initial_state, problem.q)
+        return LinearGrads(d_q, d_k, d_v, d_decay, initial)
+
+
+def _tensors(problem: Problem) -> Problem:
+    return replace(
+        problem, q=_rows(as_tensor(problem.q)), k=_rows(as_tensor(problem.k)), v=_rows(as_tensor(problem.v)),
+        decay=None if problem.decay is None else as_tensor(problem.decay),
+        initial=None if problem.initial is None else problem.initial.map(as_tensor),
+    )  # fmt: skip
+
+
+def _rows(x: Any) -> Any:
+    """Numbers of a row side by side."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _state_like(state: LinearState, template: Any) -> LinearState:
+    return state.map(lambda x: like(x, template))

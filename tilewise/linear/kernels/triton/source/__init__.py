@@ -1,0 +1,1 @@
+"""What Triton compiles of linear attention: kernels, and what they share."""
