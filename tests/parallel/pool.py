@@ -16,6 +16,8 @@ from torch.distributed import DeviceMesh
 import tilewise as tw
 
 MESHES = {"2": [0, 1], "3": [0, 1, 2], "4": [0, 1, 2, 3], "2 x 2": [[0, 1], [2, 3]], "1": [0]}
+PATIENCE = 120  # seconds for an answer
+ENDED = "a process of the pool ended, or does not answer"
 _meshes: dict[str, DeviceMesh] = {}
 
 
@@ -42,12 +44,12 @@ class Pool:
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         answers = self.outcomes(function, *args)
         for answer in answers:
-            if isinstance(answer, Failure):
-                raise AssertionError(answer.text)
+            assert answer != ENDED
+            assert not isinstance(answer, Failure), answer.text
         return answers
 
     def outcomes(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """The same, with a Failure in the place of what a process raised, or None if it ended."""
+        """The same, with a Failure in the place of what a process raised, or ENDED."""
         for pipe in self.pipes:
             pipe.send((function, args))
         return [_answer(pipe) for pipe in self.pipes]
@@ -69,9 +71,9 @@ class Failure:
 
 def _answer(pipe: Any) -> Any:
     try:
-        return pipe.recv()
+        return pipe.recv() if pipe.poll(PATIENCE) else ENDED
     except EOFError:
-        return None
+        return ENDED
 
 
 def _free_port() -> int:

@@ -56,6 +56,11 @@ def test_other_types(pool: Pool, dtype: str) -> None:
         pool.run(check, Case(variant, "ragged", dtype), EVERY[::5])
 
 
+def test_a_rank_that_sees_nothing_has_gradients(pool: Pool) -> None:
+    """Of more queries than keys the first see none, under a causal mask: gradients of learned arrays are 0 there."""
+    pool.run(check, Case("all at once", "more queries than keys", "float64"), [("3", "contiguous", "ring")])
+
+
 def test_one_rank_is_a_mesh_too(pool: Pool) -> None:
     pool.run(check, Case("all at once", "ragged", "float64"), [("1", layout, "auto") for layout in LAYOUTS])
 

@@ -43,13 +43,17 @@ class Block(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a call was given: this rank's shards, the arrays that its variant reads, and which of them want gradients."""
+    """What a call was given: this rank's shards, the arrays that its variant reads, which of them want gradients."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     arrays: Sequence[Tensor]
     wanted: Sequence[bool]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, *self.arrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,8 +139,8 @@ def _backward(p: Problem, given: Given, saved: Partial, d_out: Tensor, d_lse: Te
     for block in _arriving(p, given.k, given.v):
         sums.take(block.owners, [walk.through(piece) for piece in block.pieces])
     d_k, d_v = sums.finish()
-    d_arrays = map(walk.d_arrays.get, range(len(given.arrays)))
-    return walk.d_q.to(given.q.dtype), d_k.to(given.k.dtype), d_v.to(given.v.dtype), *d_arrays
+    found = walk.d_q, d_k, d_v, *map(walk.d_arrays.get, range(len(given.arrays)))
+    return tuple(None if x is None else x.to(like.dtype) for x, like in zip(found, given.tensors, strict=True))
 
 
 class _Gradients:
@@ -146,7 +150,9 @@ class _Gradients:
     def __init__(self, p: Problem, given: Given, saved: Partial, d_out: Tensor, d_lse: Tensor | None) -> None:
         self.p, self.given, self.saved, self.d_out, self.d_lse = p, given, saved, d_out, d_lse
         self.d_q = torch.zeros_like(given.q, dtype=_wide(given.q))
-        self.d_arrays: dict[int, Tensor] = {}
+        self.wanted = [i for i in wire.score_arrays(p.line(range(0), range(0))) if given.wanted[i]]
+        # A rank that sees nothing has gradients too, all 0: whoever adds them up waits for every rank's.
+        self.d_arrays = {i: torch.zeros_like(x, dtype=_wide(x)) for i, x in enumerate(given.arrays) if i in self.wanted}
 
     def through(self, piece: Piece) -> Piece:
         """Adds what a piece gives to the queries and arrays; returns its own gradients."""
@@ -161,14 +167,13 @@ class _Gradients:
 
     def _of(self, rows: range, place: slice, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         line = self.p.line(rows, piece.rows)
-        wanted = [i for i in wire.score_arrays(line) if self.given.wanted[i]]
         of_rows = (self.given.q, self.saved.out, self.saved.lse, self.d_out, self.d_lse)
         q, out, lse, d_out, d_lse = (None if x is None else x[:, :, place] for x in of_rows)
         d_q, d_k, d_v, d_arrays = operator.attention_backward(
-            q, piece.k, piece.v, self.given.arrays, None, line, out, lse, d_out, d_lse, wanted
+            q, piece.k, piece.v, self.given.arrays, None, line, out, lse, d_out, d_lse, self.wanted
         )
-        for i, part in zip(wanted, d_arrays, strict=True):
-            self.d_arrays[i] = self.d_arrays[i] + part if i in self.d_arrays else part
+        for i, part in zip(self.wanted, d_arrays, strict=True):
+            self.d_arrays[i] += part
         return d_q, d_k, d_v
 
 
