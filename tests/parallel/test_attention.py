@@ -7,9 +7,11 @@ from zlib import crc32
 
 import pytest
 
+import tilewise as tw
 from tests.parallel.pool import Pool
 from tests.parallel.problem import check
 from tilewise.cases import PACKED_VARIANTS, SHAPES, VARIANTS, Case, conformance
+from tilewise.parallel import balanced
 
 LAYOUTS = ("contiguous", "zigzag")
 # With 4 heads, 2 of keys: all methods that can be had.
@@ -59,6 +61,15 @@ def test_other_types(pool: Pool, dtype: str) -> None:
 def test_a_rank_that_sees_nothing_has_gradients(pool: Pool) -> None:
     """Of more queries than keys the first see none, under a causal mask: gradients of learned arrays are 0 there."""
     pool.run(check, Case("all at once", "more queries than keys", "float64"), [("3", "contiguous", "ring")])
+
+
+def test_a_balanced_layout(pool: Pool) -> None:
+    """Ranks have several ranges each, of any order."""
+    layout = balanced(128, 4, pieces=3, mask=tw.causal() & tw.window(40))
+    assert max(map(len, layout.ranges)) > 2
+    ways = [("4", layout, "ring"), ("4", layout, "gather"), ("4", layout, "mix"), ("2 x 2", layout, "gather")]
+    for variant in ("causal window", "bias over batch"):
+        pool.run(check, Case(variant, "square", "float64"), ways)
 
 
 def test_one_rank_is_a_mesh_too(pool: Pool) -> None:

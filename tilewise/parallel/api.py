@@ -43,7 +43,8 @@ def attention(
 
     q, k, v: this rank's shards, tensors as `tw.attention` takes them, or DTensors, which lie split along the sequence
     over a mesh. mesh: a DeviceMesh of one dimension, or of two, (sequence, heads), or a process group; every rank of it
-    makes the same call.  layout: how the sequence was split, as parallel.shard has it.
+    makes the same call, and its backward pass, or none does.
+    layout: how the sequence was split, as parallel.shard has it.
     method: "ring" (keys and values travel from rank to rank while the last ones are computed with), "gather" (each rank
     gets all that it needs at once), "heads" (heads in exchange for rows), "mix" (heads among neighbours, a ring of
     those), or "auto", the one that parallel.explain finds the quickest.
