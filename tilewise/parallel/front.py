@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewise import arrays, dispatch, merging, validate, wire
+from tilewise import arrays, dispatch, validate, wire
 from tilewise.arrays import Array
 from tilewise.expr import KP, QP, Expr, K, Q, substitute
 from tilewise.parallel import cost, heads, layout, packed, sequence
@@ -168,9 +168,7 @@ def run(p: Prepared) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries, in the caller's layout."""
     size = p.taken.way.heads
     near, far = p.ranks.teams(size)
-    out, lse = _by_sequence(p, far, p.q, p.k, p.v, p.spec, p.shape) if size == 1 else _by_heads(p, near, far)
-    if p.sinks is not None:
-        out, lse = merging.merge([(out, lse)], sinks=p.sinks)
+    out, lse = _by_sequence(p, far, p.q, p.k, p.v, p.sinks, p.spec, p.shape) if size == 1 else _by_heads(p, near, far)
     return validate.restore(out, p.rank), validate.restore(lse, p.rank)
 
 
@@ -188,7 +186,8 @@ def _by_heads(p: Prepared, near: Any, far: Any) -> tuple[Tensor, Tensor]:
     own_q, own_k = heads_q[near.me], heads_k[near.me]
     spec = _over(p.spec, heads.part_of(own_q, own_k))
     shape = replace(p.shape, heads=len(own_q), heads_k=len(own_k))
-    out, lse = _by_sequence(p, far, q, k, v, spec, shape)
+    sinks = None if p.sinks is None else p.sinks[own_q.start : own_q.stop]
+    out, lse = _by_sequence(p, far, q, k, v, sinks, spec, shape)
     back = None if order_q is None else torch.argsort(order_q)
     out, lse = (swap_q.to_rows(_in_order(x, back)) for x in (out, lse[..., None]))
     return out, lse[..., 0]
@@ -207,9 +206,9 @@ def _in_order(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _by_sequence(
-    p: Prepared, team: Any, q: Tensor, k: Tensor, v: Tensor, spec: Attention, shape: Shape
+    p: Prepared, team: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, spec: Attention, shape: Shape
 ) -> tuple[Tensor, Tensor]:
     way = p.taken.way
     queries, keys = p.queries.joined(way.heads), p.keys.joined(way.heads)
     problem = Problem(team, spec, shape, queries, keys, p.taken.needs, way.sequence, p.kernel)
-    return sequence.attention(problem, q, k, v, front.operands(spec, wire.encode(spec, p.kernel)[1], q.device))
+    return sequence.attention(problem, q, k, v, sinks, front.operands(spec, wire.encode(spec, p.kernel)[1], q.device))

@@ -18,6 +18,7 @@ from tilewise.parallel.layout import Layout, joined
 from tilewise.parallel.needs import Needs, Ranges
 from tilewise.parallel.team import Pending, Team
 from tilewise.pytorch import operator
+from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Partial, Positions, Shape
 
 METHODS = ("ring", "gather")
@@ -61,7 +62,7 @@ class Problem:
     """One attention of a team: what to compute, how the sequence lies, and which keys travel where."""
 
     team: Team
-    spec: Attention  # without sinks, which join when everything is merged
+    spec: Attention  # without sinks, which join the row sum once, when all is merged
     shape: Shape  # of the whole sequence
     queries: Layout
     keys: Layout
@@ -88,31 +89,36 @@ class Problem:
         return [(s.batch, s.heads_k, len(x), d) for x in rows for d in (s.d, s.d_v)]
 
 
-def attention(problem: Problem, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def attention(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arrays: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries over all keys; differentiable in everything that it is given."""
-    out, lse = _Attention.apply(problem, q, k, v, *arrays)
+    out, lse = _Attention.apply(problem, q, k, v, sinks, *arrays)
     return out, lse
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, *arrays: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(problem, q, k, v, arrays)
+    def forward(
+        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *arrays: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(problem, q, k, v, sinks, arrays)
         ctx.problem = problem
-        ctx.save_for_backward(q, k, v, out, lse, *arrays)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *arrays)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *arrays = ctx.saved_tensors
+        q, k, v, sinks, out, lse, *arrays = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        given = Given(q, k, v, arrays, ctx.needs_input_grad[4:])
-        return None, *_backward(ctx.problem, given, Partial(out, lse), d_out, d_lse)
+        given = Given(q, k, v, arrays, ctx.needs_input_grad[5:])
+        d_q, d_k, d_v, *d_arrays = _backward(ctx.problem, given, Partial(out, lse), d_out, d_lse)
+        return None, d_q, d_k, d_v, _of_sinks(sinks, out, lse, d_out, d_lse), *d_arrays
 
 
-def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tensor]) -> Partial:
+def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arrays: Sequence[Tensor]) -> Partial:
     parts = p.parts()
     merged: list[Partial | None] = [None] * len(parts)
     for block in _arriving(p, k, v):
@@ -122,16 +128,25 @@ def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, arrays: Sequence[Tenso
                     continue
                 found = operator.attention(q[:, :, place], piece.k, piece.v, arrays, None, p.line(rows, piece.rows))
                 merged[i] = _merged(merged[i], Partial(*found))
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=_wide(q))
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=_wide(q))
     for (_, place), part in zip(parts, merged, strict=True):
         if part is not None:
             out[:, :, place], lse[:, :, place] = part
-    return Partial(out, lse)
+    out, lse = (out, lse) if sinks is None else softmax.merge([Partial(out, lse)], sinks)
+    return Partial(out.to(q.dtype), lse.to(_wide(q)))
 
 
 def _merged(before: Partial | None, found: Partial) -> Partial:
     return found if before is None else softmax.merge([before, found])
+
+
+def _of_sinks(sinks: Any, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor | None:
+    if sinks is None:
+        return None
+    delta = (out.to(lse.dtype) * d_out).sum(-1)
+    found: Tensor = d_sinks(sinks, lse, delta if d_lse is None else delta - d_lse)
+    return found
 
 
 def _backward(p: Problem, given: Given, saved: Partial, d_out: Tensor, d_lse: Tensor | None) -> tuple[Any, ...]:
