@@ -79,6 +79,7 @@ prove-gpu: library
 
 pictures: $(VENV)/.test
 	$(BIN)/python docs/figures.py
+	-$(BIN)/python -m docs.screenshot
 	$(BIN)/tilewise bench --cpu --from results/cpu --plot results/cpu >/dev/null
 	$(BIN)/tilewise bench --gpu --from results/gpu --plot results/gpu >/dev/null
 	$(BIN)/python tests/train_gpu.py results/gpu/training.json --plot results/gpu/training.png --draw

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from tests import fake_stage as fakes  # noqa: E402
 from tilewise.bench.gpu import cases, contestants, module, suite, targets, timing  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
-from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
+from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
 from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients  # noqa: E402
 from tilewise.bench.gpu.timing import Settings  # noqa: E402
 from tilewise.cli import bench as command  # noqa: E402
@@ -180,6 +180,10 @@ def test_a_bias_gradient_has_peers_of_its_own() -> None:
     biased = next(case for case in section.cases if case.variant == "bias")
     assert section.who("cuda", biased) == ["tilewise triton", FLEX, EFFICIENT]
     assert section.who("cuda", replace(biased, variant="full")) == ["tilewise triton", FLEX, CUDNN]
+    cute, ours = suite.SECTIONS["cute"], "tilewise cute/forward_sm90"
+    assert {case.variant: cute.who("cuda", case) for case in cute.cases} == {
+        "full": [ours, FLASH], "causal": [ours, FLASH], "bias": [ours, FLEX],
+    }  # fmt: skip
     assert suite.SECTIONS["learned"].who("cuda", biased) == ["tilewise cuda/forward_sm90", FLEX, EFFICIENT]
 
 

@@ -112,7 +112,9 @@ def test_a_wheel_brings_the_engine_along(tmp_path: Path) -> None:
     assert re.fullmatch(r"tilewise-[\d.]+-py3-none-(linux|macosx)_\w+\.whl", wheel.name)
     names = zipfile.ZipFile(wheel).namelist()
     assert f"tilewise/kernels/cpu/{build.LIBRARY}" in names
-    assert [name for name in names if name.startswith(ENGINE) or name.endswith(build.REASON)] == []
+    shown = f"{ENGINE}/forward.h"  # by `tilewise explain`
+    assert [name for name in names if name.startswith(ENGINE) or name.endswith(build.REASON)] == [shown]
+    assert "tilewise/explainer/assets/page.html" in names
     _check_engine(Environment(tmp_path / "venv", wheel))
 
 

@@ -183,6 +183,8 @@ def test_sources_are_told_apart_by_names_and_content(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         found.append(proof.digest(tmp_path))
     assert found[5] == found[2] and found[4] == found[3] and len(set(found)) == 4
+    (tmp_path / "a.py").rename(tmp_path / "c.py")
+    assert proof.digest(tmp_path) not in found
 
 
 def test_some_proofs_by_name(

@@ -35,12 +35,14 @@ class State:
 
     def step(self, s: Array, v: Array) -> tuple[Array, Array]:
         """Take in scores s (..., rows, keys; -inf where masked) and values v (..., keys, d_v); returns (p, rescale)."""
+        # 5 row_max, rescale, p, row_sum
         new_max = np.maximum(self.row_max, s.max(axis=-1, initial=-np.inf))
         shift = finite(new_max)
         rescale = np.exp(self.row_max - shift)
         p = s - shift[..., None]
         np.exp(p, out=p)
         self.row_sum = self.row_sum * rescale + p.sum(axis=-1)
+        # 6 acc = acc * rescale + p @ v
         self.acc = self.acc * rescale[..., None] + p @ v
         self.row_max = new_max
         return p, rescale

@@ -14,7 +14,7 @@ from tests.cuda.test_ops import needs_compiler
 from tilewise.cases import Case
 from tilewise.contract import ContractError, check_backward, check_forward
 from tilewise.kernels.cuda import simulator, source
-from tilewise.kernels.cuda.simulator import Order, SimulationError
+from tilewise.kernels.cuda.simulator import Did, Event, Order, SimulationError
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.sharing import Kept
 
@@ -43,6 +43,29 @@ def test_the_order_of_threads_makes_no_difference(rung: str, order: Order) -> No
 def test_a_pipeline_runs_right(order: Order, n_q: int, n_k: int) -> None:
     for seed in (1, 2):
         assert pipelines.run(pipelines.text(), n_q, n_k, order, seed) < SOUND
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_tells_what_warps_did_and_changes_nothing() -> None:
+    call = Case("causal", "ragged", dtype="float16").inputs().call()
+    trace: list[Event] = []
+    traced, plain = (
+        CudaSimKernel("forward_sm90", Order.RANDOM, 5, given).forward(call.spec, call.q, call.k, call.v)
+        for given in (trace, None)
+    )
+    assert np.array_equal(traced.out, plain.out)
+    for begins, ends in (
+        (Did.WAITS, Did.GOES_ON), (Did.COPY_ISSUED, Did.COPY_LANDED), (Did.PRODUCT_ISSUED, Did.PRODUCT_TAKEN),
+    ):  # fmt: skip
+        assert sum(event.did == begins for event in trace) == sum(event.did == ends for event in trace) > 0
+    assert [event.round for event in trace] == sorted(event.round for event in trace)
+    products = {(event.file, event.line) for event in trace if event.did == Did.PRODUCT_ISSUED}
+    lines = (source.SOURCES / "forward_sm90.cu").read_text().splitlines()
+    assert {lines[line - 1].strip() for file, line in products if file == "forward_sm90.cu"} == {"hw::wgmma_commit();"}
+    issued = {event.warp for event in trace if event.did == Did.COPY_ISSUED}
+    assert issued == {0}, "one warp keeps the copy engine busy"
 
 
 # -- planted mistakes -------------------------------------------------------------------------------------------------

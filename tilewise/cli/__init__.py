@@ -1,4 +1,4 @@
-"""The command line: `tilewise demo`, `doctor`, `plan`, `bench` ... One file a command, each with add_parser and run."""
+"""The command line: `tilewise demo`, `plan`, `explain` ... One file a command, each with add_parser and run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 
 from tilewise._version import __version__
 
-COMMANDS = ("demo", "doctor", "plan", "bench", "warmup", "tune", "build")
+COMMANDS = ("demo", "doctor", "plan", "explain", "bench", "warmup", "tune", "build")
 
 
 class UserError(Exception):

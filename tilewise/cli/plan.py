@@ -54,9 +54,9 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    shape, tile = _shape(args), _tile(args.block)
-    spec = _with(Attention(shape.d**-0.5), shape, "--mask", args.mask)
-    spec = _with(spec, shape, "--score", args.score)
+    shape, tile = _shape(args), tile_of(args.block, "--block")
+    spec = with_expression(Attention(shape.d**-0.5), shape, "mask", args.mask, "--mask")
+    spec = with_expression(spec, shape, "score", args.score, "--score")
     plan = schedule.plan(spec, shape, tile)
     if plan.grid[0] * plan.grid[1] > MAX_TILES:
         raise UserError(f"--block: {tile.q} x {tile.k} makes {plan.grid[0]} x {plan.grid[1]} tiles; take larger ones")
@@ -69,17 +69,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _with(spec: Attention, shape: Shape, option: str, text: str | None) -> Attention:
-    """The attention with a mask or a score, whose arrays fit the shape."""
+def with_expression(spec: Attention, shape: Shape, kind: str, text: str | None, label: str) -> Attention:
+    """The attention with a mask or a score, whose arrays fit the shape. label: what errors call it."""
     if text is None:
         return spec
     try:
         expr = parse(text)
-        one = {"mask": mask_expression(expr)} if option == "--mask" else {"score": score_expression(expr)}
+        one = {"mask": mask_expression(expr)} if kind == "mask" else {"score": score_expression(expr)}
         spec = replace(spec, **one)
         check_variant(spec, shape)
     except (ExpressionError, TypeError, ValueError) as error:
-        raise UserError(f"{option}: {error}") from error
+        raise UserError(f"{label}: {error}") from error
     return spec
 
 
@@ -100,14 +100,15 @@ def _shape(args: argparse.Namespace) -> Shape:
     return Shape(args.batch, args.heads, heads_k, n_q, n_k, args.d, args.d, args.dtype)
 
 
-def _tile(text: str) -> Tile:
+def tile_of(text: str, label: str) -> Tile:
+    """128, or 64x128."""
     try:
         sizes = [int(part) for part in text.lower().split("x")]
         if len(sizes) > 2:
             raise ValueError
         return Tile(sizes[0], sizes[-1])
     except ValueError:
-        raise UserError(f"--block: expected a size such as 128 or 64x128, got {text!r}") from None
+        raise UserError(f"{label}: expected a size such as 128 or 64x128, got {text!r}") from None
 
 
 def _numbers(plan: Plan) -> dict[str, Any]:

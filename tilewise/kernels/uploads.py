@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import torch
 
 from tilewise import arrays
+from tilewise.arrays import Array
 from tilewise.expr import Loaded
+from tilewise.kernels.reads import readers_of_cells
 from tilewise.kernels.summing import key_of
 from tilewise.kernels.tables import Tables, tables
 from tilewise.pytorch import graphs
@@ -55,6 +57,18 @@ def kept_on(device: Any, key: tuple[Any, ...], slots: Sequence[Loaded], make: Ca
         graphs.hold(found)
     kept: T = found[0]
     return kept
+
+
+def readers_on(
+    device: Any, key: tuple[Any, ...], slots: Sequence[Loaded], read: Callable[[], Array], size: int
+) -> tuple[Any, Any]:
+    """Who reads each cell of an array, cell by cell, and where each cell's readers begin."""
+
+    def make() -> tuple[Any, ...]:
+        return tuple(torch.from_numpy(x).to(device) for x in readers_of_cells(read(), size))
+
+    order, begins = kept_on(device, (*key, size), slots, make)
+    return order, begins
 
 
 def plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> Plan:

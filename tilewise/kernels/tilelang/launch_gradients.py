@@ -12,13 +12,13 @@ from tilewise.arrays import Array
 from tilewise.derivative import ONE
 from tilewise.expr import Loaded
 from tilewise.kernels import summing
-from tilewise.kernels.reads import Read, readers_of_cells
+from tilewise.kernels.reads import Read
 from tilewise.kernels.summing import key_of
 from tilewise.kernels.tables import FIELDS, sequences
 from tilewise.kernels.tilelang.build import variant_of
 from tilewise.kernels.tilelang.call import Call
 from tilewise.kernels.tilelang.choices import Pass
-from tilewise.kernels.uploads import kept_on
+from tilewise.kernels.uploads import kept_on, readers_on
 from tilewise.spec import Attention, Shape, Tile
 
 
@@ -68,11 +68,7 @@ class _Summing(summing.Summing):
         self, sums: Any, size: int, key: tuple[Any, ...], slots: Sequence[Loaded], read: Callable[[], Array]
     ) -> Any:
         """By PyTorch, which adds up a segment in its order."""
-
-        def make() -> tuple[Any, ...]:
-            return tuple(torch.from_numpy(x).to(self.device) for x in readers_of_cells(read(), size))
-
-        order, begins = kept_on(self.device, key, slots, make)
+        order, begins = readers_on(self.device, key, slots, read, size)
         cells = torch.zeros((*sums.shape[:2], size), dtype=torch.float64, device=self.device)
         if 0 not in cells.shape:
             readers = sums.double().flatten(0, 1).T[order.long()]  # (readers, batch * heads)

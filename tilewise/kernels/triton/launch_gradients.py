@@ -12,7 +12,7 @@ from tilewise.arrays import Array
 from tilewise.derivative import ONE
 from tilewise.expr import Loaded
 from tilewise.kernels import summing
-from tilewise.kernels.reads import Read, Sharing, readers_of_cells
+from tilewise.kernels.reads import Read, Sharing
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import (
     functions,
@@ -26,7 +26,7 @@ from tilewise.kernels.triton.choices import Choice, Pass
 from tilewise.kernels.triton.launch_plan import planned
 from tilewise.kernels.triton.source import gradients
 from tilewise.kernels.triton.tuning import chosen, distances
-from tilewise.kernels.uploads import kept_on
+from tilewise.kernels.uploads import readers_on
 from tilewise.spec import Attention, Shape, Tile
 
 
@@ -110,10 +110,7 @@ class _Summing(summing.Summing):
     def cells(
         self, sums: Any, size: int, key: tuple[Any, ...], slots: Sequence[Loaded], read: Callable[[], Array]
     ) -> Any:
-        def make() -> tuple[Any, ...]:
-            return tuple(torch.from_numpy(x).to(self.device) for x in readers_of_cells(read(), size))
-
-        order, begins = kept_on(self.device, key, slots, make)
+        order, begins = readers_on(self.device, key, slots, read, size)
         cells = torch.zeros((*sums.shape[:2], size), dtype=torch.float64, device=self.device)
         grid = size, *sums.shape[1::-1]
         if 0 not in grid:

@@ -21,7 +21,7 @@ import weakref
 from enum import IntEnum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilewise.kernels import disk
 from tilewise.kernels.cuda.source import ENTRY
@@ -54,6 +54,31 @@ class Order(IntEnum):
     RANDOM = 2
 
 
+class Did(IntEnum):
+    """What a warp did, as a trace tells it."""
+
+    WAITS = 0
+    GOES_ON = 1
+    COPY_ISSUED = 2
+    COPY_LANDED = 3
+    PRODUCT_ISSUED = 4
+    PRODUCT_TAKEN = 5
+    ENDED = 6
+
+
+class Event(NamedTuple):
+    """A line of a trace. Time is counted in rounds, in which every thread that can go on has a turn."""
+
+    did: Did
+    round: int
+    block: int
+    warp: int
+    line: int
+    number: int  # of what is waited for; of copies the byte of their mbarrier
+    file: str
+    what: str  # is waited for
+
+
 class SimulationError(RuntimeError):
     """What a kernel did wrong, with the block, the thread and the line."""
 
@@ -61,7 +86,14 @@ class SimulationError(RuntimeError):
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint), ("threads", ctypes.c_uint), ("shared_bytes", ctypes.c_uint),
-        ("order", ctypes.c_int), ("seed", ctypes.c_uint64),
+        ("order", ctypes.c_int), ("traced", ctypes.c_int), ("seed", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class _Event(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("did", "round", "block", "warp", "line", "number")),
+        ("file", ctypes.c_char_p), ("what", ctypes.c_char_p),
     ]  # fmt: skip
 
 
@@ -72,6 +104,7 @@ class Program:
         self._path = path
         self._library = ctypes.CDLL(str(path))
         self._library.tilewise_simulate.restype = ctypes.c_char_p
+        self._library.tilewise_events.restype = ctypes.POINTER(_Event)
         weakref.finalize(self, _ctypes.dlclose, self._library._handle)
         self._lock = threading.Lock()
 
@@ -84,9 +117,13 @@ class Program:
         shared_bytes: int = 0,
         order: Order = Order.FORWARD,
         seed: int = 1,
+        trace: list[Event] | None = None,
     ) -> None:
-        """Run all blocks; SimulationError if the kernel made a mistake that the simulator sees."""
-        asked = _Launch(grid, threads, -(-shared_bytes // 16) * 16, order, seed)
+        """Run all blocks; SimulationError if the kernel made a mistake that the simulator sees.
+
+        trace: where to append what warps did, waits, copies and products, in order; nothing is noted without it.
+        """
+        asked = _Launch(grid, threads, -(-shared_bytes // 16) * 16, order, trace is not None, seed)
         size = ctypes.sizeof(params)
         room = ctypes.create_string_buffer(size + _ALIGNMENT)
         at = -(-ctypes.addressof(room) // _ALIGNMENT) * _ALIGNMENT
@@ -94,8 +131,18 @@ class Program:
         library = self._library
         with self._lock:
             told = library.tilewise_simulate(library.tilewise_kernel, ctypes.c_void_p(at), ctypes.byref(asked))
+            if trace is not None:
+                trace += self._events()
         if told is not None:
             raise SimulationError(self._with_line(told.decode()))
+
+    def _events(self) -> list[Event]:
+        count = ctypes.c_int()
+        noted = self._library.tilewise_events(ctypes.byref(count))
+        return [
+            Event(Did(x.did), x.round, x.block, x.warp, x.line, x.number, x.file.decode(), x.what.decode())
+            for x in noted[: count.value]
+        ]
 
     def _with_line(self, report: str) -> str:
         """A fault is told by its address in the library, which binutils can turn into a line."""

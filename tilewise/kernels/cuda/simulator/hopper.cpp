@@ -179,8 +179,10 @@ static void load_later(uint32 to, size_t bytes, uint32 bar, SourceLine where, st
         fail(where, named(bar) + " is given to the copy engine without fence.mbarrier_init after its initialisation");
     const std::vector<unsigned char> nothing(bytes, POISON_BYTE);
     async_write(memory_at(to, bytes, where), nothing.data(), bytes);
+    note(COPY_ISSUED, where, "", int(bar - BASE));
     later(where, [=] {
         land();
+        note(COPY_LANDED, where, "", int(bar - BASE));
         Mbarrier& done = mbarriers.at(bar);
         done.bytes -= int(bytes);
         end_phase_if_complete(done, bar, where);

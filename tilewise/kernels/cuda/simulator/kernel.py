@@ -20,7 +20,7 @@ from tilewise.kernels.cuda.backward_rungs import BACKWARD, Hoppers, hoppers_back
 from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import Rung, named
-from tilewise.kernels.cuda.simulator import Order
+from tilewise.kernels.cuda.simulator import Event, Order
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.softmax import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
@@ -29,13 +29,19 @@ MULTIPROCESSORS = 2  # of the simulated GPU: enough for persistent blocks to sha
 
 
 class CudaSimKernel:
-    """`rung` names one of the ladder's kernels, as for CudaKernel; order and seed say how threads take their turns."""
+    """`rung` names one of the ladder's kernels, as for CudaKernel; order and seed say how threads take their turns.
+
+    trace: a list for what the warps of forward passes did; None: nothing is noted.
+    """
 
     summary = "the CUDA sources on the CPU simulator; named, never chosen"
 
-    def __init__(self, rung: str | None = None, order: Order = Order.FORWARD, seed: int = 1) -> None:
+    def __init__(
+        self, rung: str | None = None, order: Order = Order.FORWARD, seed: int = 1, trace: list[Event] | None = None
+    ) -> None:
         self.name = "cuda-sim" if rung is None else f"cuda-sim/{rung}"
         self.rung, self.order, self.seed = None if rung is None else named(rung), order, seed
+        self.trace = trace
         self._backward = hoppers_backward(rung)
 
     def unavailable(self) -> str | None:
@@ -50,7 +56,7 @@ class CudaSimKernel:
         return (self.rung or suited(shape, HOPPER)).default_tile(spec, shape)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
-        run = partial(_forward, named=self.rung, tile=tile, order=self.order, seed=self.seed)
+        run = partial(_forward, named=self.rung, tile=tile, order=self.order, seed=self.seed, trace=self.trace)
         return host.run_forward(run, spec, q, k, v)
 
     def backward(
@@ -62,8 +68,9 @@ class CudaSimKernel:
 
 
 def _forward(
-    spec: Attention, q: Array, k: Array, v: Array, named: Rung | None, tile: Tile | None, order: Order, seed: int
-) -> Partial:
+    spec: Attention, q: Array, k: Array, v: Array, named: Rung | None, tile: Tile | None, order: Order, seed: int,
+    trace: list[Event] | None,
+) -> Partial:  # fmt: skip
     shape = Shape.of(spec, q, k, v)
     out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v))  # stored as q is, so that a caller's layout goes on
     if out.strides[-1] != out.itemsize:  # q is broadcast
@@ -92,7 +99,7 @@ def _forward(
         maps = {name: bytes(x.simulated()) for name, x in made.items()}
         blocks = min(blocks, MULTIPROCESSORS)
         params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data), blocks)
-    _launch(text, params, blocks, order, seed)
+    _launch(text, params, blocks, order, seed, trace)
     return Partial(out, lse)
 
 
@@ -218,9 +225,9 @@ def _backward_of(
     return text, marshal.backward(call, further), loaded
 
 
-def _launch(text: Source, params: Any, blocks: int, order: Order, seed: int) -> None:
+def _launch(text: Source, params: Any, blocks: int, order: Order, seed: int, trace: list[Event] | None = None) -> None:
     simulator.compile_source(text.text).launch(
-        params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed
+        params, grid=blocks, threads=text.threads, shared_bytes=text.shared_bytes, order=order, seed=seed, trace=trace
     )
 
 

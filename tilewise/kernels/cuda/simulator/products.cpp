@@ -204,6 +204,7 @@ void wgmma_commit(SourceLine where) {
     Products& mine = products[size_t(current->number)];
     mine.groups.push_back(std::move(mine.open));
     mine.open.clear();
+    note(PRODUCT_ISSUED, where);
 }
 
 static bool is_in_flight(const Products& mine, const float* d) {
@@ -222,6 +223,7 @@ void wgmma_wait(int groups, SourceLine where) {
         for (const Issued& issued : mine.groups.front()) compute(issued, mine.accumulators[issued.d].values);
         mine.groups.pop_front();
         mine.fenced = false;
+        note(PRODUCT_TAKEN, where);
     }
     for (auto i = mine.accumulators.begin(); i != mine.accumulators.end();) {
         if (is_in_flight(mine, i->first)) {

@@ -32,6 +32,8 @@ static bool on_fiber, failed;
 static int alive;  // threads of the block that have not ended
 static int rounds_of_asking;
 static uint64_t random_state;
+static std::vector<Event> events;
+static int round_number;  // of turns, in this launch
 static void (*kernel)(const void*);
 static const void* kernel_params;
 struct Exchange {
@@ -57,6 +59,12 @@ uint64_t random_number() {
 }
 
 SourceLine nowhere() { return {"", 0}; }
+
+// A warp is told of by its first lane.
+void note(Did did, SourceLine where, const char* what, int number) {
+    if (!launch.traced || current->number % WARP) return;
+    events.push_back({did, round_number, int(block.x), current->warp(), where.line, number, where.file, what});
+}
 
 // -- reports ----------------------------------------------------------------------------------------------------------
 
@@ -124,7 +132,9 @@ void wait_until(std::function<bool()> is_over, SourceLine where, const char* wha
     if (is_over()) return;
     current->wait = {std::move(is_over), where, what, number, std::move(detail)};
     current->waits = true;
+    note(WAITS, where, what, number);
     turn_over();
+    note(GOES_ON, where, what, number);
 }
 
 void later(SourceLine where, std::function<void()> work) {
@@ -167,6 +177,7 @@ static void release_if_complete(Barrier& barrier, int threads) {
 
 static void body() {
     kernel(kernel_params);
+    note(ENDED, nowhere());
     current->done = true;
     alive--;
     if (barriers[0].arrived) release_if_complete(barriers[0], alive);  // those that ended are no longer waited for
@@ -379,6 +390,7 @@ static void run_block(char* stacks) {
     begin_block(stacks);
     Turns threads;
     for (uint64_t turns = 0; alive;) {
+        round_number++;
         if (launch.order == 2) threads.shuffle();
         const bool any = threads.take(false) || threads.take(true);
         if ((turns += fibers.size()) > MOST_TURNS) fail(nowhere(), "a thread spins forever");
@@ -421,6 +433,8 @@ extern "C" __attribute__((visibility("default"))) const char* tilewise_simulate(
     kernel = entry, kernel_params = params;
     failed = on_fiber = false;
     report.clear();
+    events.clear();
+    round_number = 0;
     random_state = launch.seed;
     grid_size = {launch.grid, 1, 1}, block_size = {launch.threads, 1, 1};
     fibers.resize(launch.threads);
@@ -455,4 +469,10 @@ extern "C" __attribute__((visibility("default"))) const char* tilewise_simulate(
     munmap(memory, SHARED_ROOM + page);
     munmap(stacks, stack_bytes);
     return report.empty() ? nullptr : report.c_str();
+}
+
+// What was noted of the last launch, and how much of it.
+extern "C" __attribute__((visibility("default"))) const Event* tilewise_events(int* count) {
+    *count = int(events.size());
+    return events.data();
 }

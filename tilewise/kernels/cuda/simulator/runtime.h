@@ -51,7 +51,14 @@ struct Barrier {
 struct Launch {  // what Python asks for
     unsigned grid, threads, shared_bytes;
     int order;  // of threads: 0 forward, 1 backward, 2 at random
+    int traced;  // whether what warps do is noted
     uint64_t seed;
+};
+
+enum Did { WAITS, GOES_ON, COPY_ISSUED, COPY_LANDED, PRODUCT_ISSUED, PRODUCT_TAKEN, ENDED };
+struct Event {  // what a warp did, as Python reads it
+    int did, round, block, warp, line, number;
+    const char *file, *what;
 };
 
 struct Failure {};  // thrown where no fiber runs; the report is written by then
@@ -66,6 +73,7 @@ extern unsigned block_generation;  // how often all threads of the block have me
 
 uint64_t random_number();
 SourceLine nowhere();
+void note(Did did, SourceLine where, const char* what = "", int number = -1);
 [[noreturn]] void fail(SourceLine where, const std::string& message);
 void wait_until(std::function<bool()> is_over, SourceLine where, const char* what, int number,
                 std::function<std::string()> detail = {});

@@ -1,0 +1,80 @@
+"""The forward sources of the kernel systems, cut at their step labels, so that any two can be laid side by side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import tilewise
+
+STEPS = {
+    "1": "load q",
+    "loop": "for each kv tile of the schedule",
+    "2": "s = q @ k.T",
+    "3": "score",
+    "4": "mask (PARTIAL tiles only)",
+    "5": "row_max, rescale, p, row_sum",
+    "6": "acc = acc * rescale + p @ v",
+    "7": "finish: acc / row_sum, lse",
+}
+FILES = {
+    "numpy": ("numpy/forward.py", "../softmax.py"),
+    "cpu": ("cpu/engine/forward.h",),
+    "cuda/naive": ("cuda/source/naive.cu",),
+    "cuda/tiled": ("cuda/source/tiled.cu",),
+    "cuda/forward_sm90": ("cuda/source/forward_sm90.cu", "cuda/source/sm90_softmax.h"),
+    "triton/basic": ("triton/source/basic.py",),
+    "triton": ("triton/source/forward.py",),
+    "cute/basic": ("cute/source/basic.py",),
+    "cute/forward_sm90": ("cute/source/forward_sm90.py",),
+    "tilelang/simple": ("tilelang/source/simple.py",),
+    "tilelang": ("tilelang/source/forward.py",),
+}
+_KERNELS = Path(tilewise.__file__).with_name("kernels")
+_LABEL = re.compile(r"\s*(?:#|//) (?:(?P<step>[1-7]) (?=[a-z])|(?P<loop>for each k))")
+
+
+@dataclass(frozen=True)
+class Section:
+    """Lines of a file that belong to one step; step "" is what is between."""
+
+    step: str
+    file: str
+    line: int  # the number of its first line
+    text: str
+
+
+def sections(name: str) -> list[Section]:
+    """A kernel's source, whole and in order; [] where its files are not installed."""
+    paths = [_KERNELS / file for file in FILES[name]]
+    return [section for path in paths if path.exists() for section in _cut(path.name, path.read_text())]
+
+
+def _cut(file: str, text: str) -> Iterator[Section]:
+    lines = text.splitlines()
+    starts = [(0, ""), *_starts(lines), (len(lines), "")]
+    for (first, step), (end, _) in pairwise(starts):
+        while first < end and not lines[first].strip():
+            first += 1
+        if first < end:
+            yield Section(step, file, first + 1, "\n".join(lines[first:end]).rstrip())
+
+
+def _starts(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """Where a section begins: at a label, and where a line stands further left than the label before it."""
+    step, indent = "", 0
+    for number, line in enumerate(lines):
+        label = _LABEL.match(line)
+        if label is not None:
+            step, indent = label["step"] or "loop", _indent(line)
+            yield number, step
+        elif step and line.strip() and not line.startswith("#") and _indent(line) < indent:  # "#pragma" is no end
+            step = ""
+            yield number, step
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
