@@ -1,4 +1,7 @@
-"""Real processes with Gloo between them, started once: each runs the functions that it is sent, as all others do."""
+"""Real processes with Gloo between them, started once: each runs the functions that it is sent, as all others do.
+
+They are forks of a server that has imported what tests need, so that PyTorch is imported once, not in each of them.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ import tilewise as tw
 MESHES = {"2": [0, 1], "3": [0, 1, 2], "4": [0, 1, 2, 3], "2 x 2": [[0, 1], [2, 3]], "1": [0]}
 PATIENCE = 120  # seconds for an answer
 ENDED = "a process of the pool ended, or does not answer"
+_IMPORTED = [f"tests.parallel.{name}" for name in ("problem", "test_failures", "test_modules", "test_traffic")]
 _meshes: dict[str, DeviceMesh] = {}
 
 
@@ -30,7 +34,8 @@ class Pool:
     """size processes; `run` calls a function in each, and hands back what they return, or raises what one raised."""
 
     def __init__(self, size: int = 4, timeout: float = 60, meshes: bool = True) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
         port, self.pipes, self.processes = _free_port(), [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

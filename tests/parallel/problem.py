@@ -15,7 +15,7 @@ from tests.torch_cases import with_tensors
 from tilewise import arrays, parallel
 from tilewise.cases import Case
 from tilewise.contract import ROUNDING
-from tilewise.parallel.team import ranks_of
+from tilewise.parallel.mesh import ranks_of
 from tilewise.rope import Rope
 
 Change = Callable[[torch.Tensor], torch.Tensor]

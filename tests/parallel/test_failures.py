@@ -103,7 +103,7 @@ def test_meshes_that_this_rank_is_not_in_are_refused(pool: Pool) -> None:
 
 
 def _long_error() -> None:
-    ranks = parallel.team.ranks_of(mesh("2")) if mesh("2").get_coordinate() is not None else None
+    ranks = parallel.mesh.ranks_of(mesh("2")) if mesh("2").get_coordinate() is not None else None
 
     def fail() -> Any:
         raise ValueError("x" * 5000)
@@ -111,7 +111,7 @@ def _long_error() -> None:
     if ranks is not None:
         make = fail if ranks.me else dict
         with pytest.raises((ValueError, parallel.PeerError), match="x" * 500):
-            agreement.agree(ranks, make, torch.device("cpu"))
+            agreement.agree(ranks, make)
 
 
 def test_long_errors_are_cut(pool: Pool) -> None:

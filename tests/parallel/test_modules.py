@@ -42,7 +42,7 @@ def _trained(where: str, layout: str, wrapper: str = "") -> None:
     assert torch.allclose(parallel.unshard(done.detach(), ranks, dim=1, layout=layout), want)
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
         grad = ours.grad.full_tensor() if wrapper == "FSDP" else ours.grad
-        total = grad * ranks.size() if wrapper else parallel.team.ranks_of(ranks).sum(grad)
+        total = grad * ranks.size() if wrapper else parallel.mesh.ranks_of(ranks).sum(grad)
         assert torch.allclose(total, theirs.grad)
 
 

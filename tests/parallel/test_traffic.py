@@ -52,7 +52,7 @@ def _moved() -> None:
         assert torch.equal(parallel.unshard(own, ranks, dim=-1, layout=layout), words)
         x = torch.randn(5, 3, requires_grad=True)
         parallel.unshard(parallel.shard(x, ranks, dim=0), ranks, dim=0).sum().backward()
-        total = parallel.team.ranks_of(ranks).sum(x.grad)
+        total = parallel.mesh.ranks_of(ranks).sum(x.grad)
         assert torch.equal(total, torch.full_like(x, ranks.size()))
         with pytest.raises(ValueError, match="dim: expected a dimension of x, which has 2, got 2"):
             parallel.shard(words, ranks, dim=2)

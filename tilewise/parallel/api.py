@@ -5,20 +5,15 @@ torch.compile leaves them to Python, as what is sent depends on what ranks tell 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tilewise.parallel import front
+from tilewise.parallel import dtensors, front
 from tilewise.parallel.cost import Explanation
+from tilewise.parallel.front import Arguments
 from tilewise.parallel.layout import Layout
 from tilewise.rope import Rope
-
-try:
-    from torch.distributed.tensor import DTensor, Shard
-except ImportError:  # PyTorch 2.4 has them elsewhere
-    from torch.distributed._tensor import DTensor, Shard
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -55,9 +50,7 @@ def attention(
     for any parameter that every rank has: DDP and FSDP add them up, or parallel.replicated(x, mesh).
     """
     options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
-    (q, k, v), mesh, restore = _local(q, k, v, mesh, -2)
-    out, lse = front.run(front.prepare(q, k, v, None, mesh, layout, method, kernel, options))
-    return (restore(out), restore(lse)) if return_lse else restore(out)
+    return _attend(Arguments(q, k, v, None, mesh, layout, method, kernel, options), return_lse)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -85,9 +78,8 @@ def attention_varlen(
     lengths_q, lengths_k: cumulative lengths of the whole pack, as `tw.attention_varlen` takes them.
     """
     options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
-    (q, k, v), mesh, restore = _local(q, k, v, mesh, 0)
-    out, lse = front.run(front.prepare(q, k, v, (lengths_q, lengths_k), mesh, layout, method, kernel, options))
-    return (restore(out), restore(lse)) if return_lse else restore(out)
+    lengths = lengths_q, lengths_k
+    return _attend(Arguments(q, k, v, lengths, mesh, layout, method, kernel, options), return_lse)
 
 
 def explain(
@@ -108,29 +100,10 @@ def explain(
 ) -> Explanation:
     """What `attention` would do with these arguments, and what each method would send, hold and take. Print it."""
     options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
-    (q, k, v), mesh, _ = _local(q, k, v, mesh, -2)
-    made = front.prepare(q, k, v, None, mesh, layout, method, kernel, options)
-    return Explanation(made.taken, made.costs, made.ranks.size, made.shape)
+    made = front.prepare(Arguments(q, k, v, None, mesh, layout, method, kernel, options))
+    return Explanation(made.taken, made.costs, made.machine, made.ranks.size, made.shape)
 
 
-def _local(q: Any, k: Any, v: Any, mesh: Any, dim: int) -> tuple[tuple[Any, Any, Any], Any, Callable[[Any], Any]]:
-    """This rank's tensors, their mesh, and how a result becomes what they were."""
-    if not any(isinstance(x, DTensor) for x in (q, k, v)):
-        return (q, k, v), mesh, lambda x: x
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, DTensor):
-            raise TypeError(f"{name}: expected a DTensor as the others are, got {type(x).__name__}")
-        split = tuple(Shard(dim % x.dim()) for _ in x.placements)
-        if tuple(x.placements) != split:
-            raise ValueError(
-                f"{name}: expected placements {split}, the sequence split, got {tuple(x.placements)}; "
-                "change them with .redistribute(...)"
-            )
-        if x.device_mesh != q.device_mesh or mesh not in (None, q.device_mesh):
-            raise ValueError(f"{name}: expected the mesh of q, {q.device_mesh}, got {x.device_mesh}; mesh: {mesh}")
-
-    def restore(x: Any) -> Any:
-        along = [Shard(dim % q.dim()) for _ in q.placements]
-        return DTensor.from_local(x, q.device_mesh, along, run_check=False)
-
-    return (q.to_local(), k.to_local(), v.to_local()), q.device_mesh, restore
+def _attend(given: Arguments, return_lse: bool) -> Any:
+    out, lse = (dtensors.like(given.q, x, given.dim) for x in front.run(front.prepare(given)))
+    return (out, lse) if return_lse else out

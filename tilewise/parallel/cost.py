@@ -6,7 +6,9 @@ operations over a speed, good enough to tell methods apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewise import arrays
@@ -15,6 +17,7 @@ from tilewise.parallel import heads, needs
 from tilewise.parallel.layout import Layout
 from tilewise.parallel.needs import Needs, Ranges
 from tilewise.schedule import itemsize
+from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape
 
 METHODS = ("auto", "ring", "gather", "heads", "mix")
@@ -23,7 +26,7 @@ METHODS = ("auto", "ring", "gather", "heads", "mix")
 @dataclass(frozen=True)
 class Machine:
     """What a rank computes and sends: operations a second, bytes a second to the `node` ranks of its machine and to
-    others, seconds a message and a call."""
+    others, seconds a message and a call; and bytes that a gather may hold of others' keys."""
 
     flops: float
     near: float
@@ -31,6 +34,7 @@ class Machine:
     node: int
     latency: float
     call: float
+    spare: float = math.inf
 
     def bandwidth(self, ranks: int) -> float:
         """Among so many neighbours."""
@@ -38,8 +42,9 @@ class Machine:
 
 
 # Published: NVLink 4 has 450 GB/s a direction, InfiniBand NDR 50 GB/s; of an H100's 989 TFLOP/s attention reaches half.
-H100 = Machine(flops=4.5e14, near=4.5e11, far=5e10, node=8, latency=1e-5, call=1e-5)
-CPU = Machine(flops=5e10, near=1e9, far=1e9, node=1, latency=1e-4, call=1e-4)  # two cores, Gloo on one machine
+H100 = Machine(flops=4.5e14, near=4.5e11, far=5e10, node=8, latency=1e-5, call=1e-5, spare=2**30)
+# Two cores, and Gloo on one machine.
+CPU = Machine(flops=5e10, near=1e9, far=1e9, node=1, latency=1e-4, call=1e-4, spare=2**28)
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,15 @@ def ways(ranks: int, dims: Sequence[int], shape: Shape, method: str) -> list[Way
 def costs(
     ways: Sequence[Way], spec: Attention, shape: Shape, queries: Layout, keys: Layout, machine: Machine
 ) -> list[Cost]:
-    """What each would cost. Those with as many heads a team have the same needs."""
+    """What each would cost. Those with as many heads a team have the same needs, and as many costs as needs are
+    kept."""
     sizes = {way.heads for way in ways}
     found = {n: needs.find(spec, shape, queries.joined(n), keys.joined(n)) for n in sizes}
-    return [_cost(way, found[way.heads], shape, queries, keys, machine) for way in ways]
+    given = [(way, found[way.heads], shape, queries, keys, machine) for way in ways]
+    return [_known.found(each, functools.partial(_cost, *each)) for each in given]
+
+
+_known: Kept[Cost] = Kept(64)
 
 
 def _cost(way: Way, found: Needs, shape: Shape, queries: Layout, keys: Layout, machine: Machine) -> Cost:
@@ -150,10 +160,11 @@ def _others(row: Sequence[Ranges], me: int) -> list[int]:
 
 
 def _held(found: Needs, sequence: str) -> int:
-    """Rows of keys of others that a rank has at a time: two blocks of a ring, or all it needs."""
+    """Rows of keys that a rank has at a time beside its own: three blocks of a ring (one that goes, one that is
+    computed with, one that comes), or all it needs."""
     every = range(found.ranks)
     if sequence == "ring":
-        return 2 * max((_rows(found.beyond(s, 1)) for s in every), default=0) if found.ranks > 1 else 0
+        return min(3, found.ranks) * max((_rows(found.beyond(s, 1)) for s in every), default=0)
     return max((sum(_others(found.of[r], r)) for r in every), default=0)
 
 
@@ -161,9 +172,16 @@ def _rows(ranges: Ranges) -> int:
     return sum(map(len, ranges))
 
 
-def least(costs: Iterable[Cost]) -> Cost:
-    """The quickest; of equals the one that holds least."""
-    return min(costs, key=lambda each: (each.seconds, each.held))
+def least(costs: Sequence[Cost], machine: Machine) -> Cost:
+    """The quickest; of equals the one that holds least. A gather's memory grows with the sequence, however many ranks
+    share it: beyond what there is to spare it is taken only if there is nothing else."""
+    able = [each for each in costs if fits(each, machine)]
+    return min(able or costs, key=lambda each: (each.seconds, each.held))
+
+
+def fits(cost: Cost, machine: Machine) -> bool:
+    """Whether its memory is a few parts of the sequence of a rank's own size, or what there is to spare."""
+    return cost.way.sequence == "ring" or cost.held <= machine.spare
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +190,7 @@ class Explanation:
 
     taken: Cost
     costs: list[Cost]
+    machine: Machine
     ranks: int
     shape: Shape
 
@@ -188,6 +207,8 @@ class Explanation:
                 f"  {each.way.named(self.ranks):16}{size(each.forward):>14}{size(each.backward):>12}"
                 f"{size(each.held):>12}{each.messages:>10}{each.seconds:>10.2g}"
             )
+        if not all(fits(each, self.machine) for each in self.costs):
+            lines.append(f"auto takes no gather that holds more than {size(int(self.machine.spare))} if it can")
         work = self.taken.needs.work
         even = max(work) * len(work) / max(sum(work), 1)
         lines.append(f"scores: {count(sum(work))} a head; the busiest rank has {even:.2f} times its even share")

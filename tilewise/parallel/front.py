@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,48 @@ from torch import Tensor
 from tilewise import arrays, dispatch, validate, wire
 from tilewise.arrays import Array
 from tilewise.expr import KP, QP, Expr, K, Q, substitute
-from tilewise.parallel import cost, heads, layout, packed, sequence
+from tilewise.parallel import cost, dtensors, heads, layout, packed, sequence
 from tilewise.parallel.agreement import Facts, agree
-from tilewise.parallel.cost import Cost
+from tilewise.parallel.blocks import Problem
+from tilewise.parallel.cost import Cost, Machine
+from tilewise.parallel.digest import digest
+from tilewise.parallel.groups import carrier
 from tilewise.parallel.heads import Swap
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.sequence import Problem
-from tilewise.parallel.team import Ranks, ranks_of
+from tilewise.parallel.mesh import Ranks, ranks_of
 from tilewise.pytorch import front
 from tilewise.rope import Rope, places
 from tilewise.rotating import apply_rope
-from tilewise.spec import Attention, Shape
+from tilewise.spec import Attention, Positions, Shape
 from tilewise.validate import Call
+
+
+@dataclass(frozen=True, eq=False)
+class Arguments:
+    """Of one rank, as its caller gave them. options: what to compute, as `tw.attention` takes it."""
+
+    q: Any
+    k: Any
+    v: Any
+    lengths: Any  # of packed sequences, both
+    mesh: Any
+    layout: Any
+    method: str
+    kernel: str
+    options: dict[str, Any]
+
+    @property
+    def dim(self) -> int:
+        """Where the sequence lies."""
+        return -2 if self.lengths is None else 0
+
+    def local(self) -> Arguments:
+        """With this rank's tensors, of the type computed with."""
+        q, k, v = dtensors.local(self.q, self.k, self.v, dtensors.mesh_of(self.mesh, self.q), self.dim)
+        if not arrays.is_torch(q):
+            raise TypeError(f"q: expected a PyTorch tensor, got {type(q).__name__}; pass torch.as_tensor(q)")
+        q, k, v = front.autocast(q, k, v)
+        return replace(self, q=q, k=k, v=v)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,58 +71,66 @@ class Prepared:
     rank: int  # of the caller's arrays, or PACKED
     queries: Layout
     keys: Layout
+    machine: Machine
     costs: list[Cost]
     kernel: str
 
     @property
     def taken(self) -> Cost:
-        return cost.least(self.costs)
+        return cost.least(self.costs, self.machine)
 
 
-def prepare(
-    q: Any, k: Any, v: Any, lengths: Any, mesh: Any, placed: Any, method: str, kernel: str, options: dict[str, Any]
-) -> Prepared:
+def prepare(given: Arguments) -> Prepared:
     """In two rounds: sizes first, which tell the whole sequence's, then what is made of them."""
-    ranks = ranks_of(mesh)
-    rope = options.pop("rope")
-    q, k, v = front.autocast(q, k, v)
-    device = q.device if arrays.is_torch(q) else torch.device("cpu")
-    told = agree(ranks, lambda: _sizes(q, k, v, lengths, placed, method, kernel), device)
+    ranks = ranks_of(dtensors.mesh_of(given.mesh, given.q, given.k, given.v))
+    own: list[Arguments] = []
     made: list[Prepared] = []
+
+    def begin() -> Facts:
+        own.append(given.local())
+        return _sizes(own[0], ranks)
 
     def settle() -> Facts:
         sizes = ([facts[name] for facts in told] for name in ("queries", "keys"))
-        queries, keys = (layout.found(placed, each, name) for each, name in zip(sizes, "qk", strict=True))
-        made.append(_settled(ranks, q, k, v, lengths, rope, queries, keys, method, kernel, options))
+        queries, keys = (layout.found(given.layout, each, name) for each, name in zip(sizes, "qk", strict=True))
+        made.append(_settled(own[0], ranks, queries, keys))
         return _said(made[0])
 
-    agree(ranks, settle, device)
+    told = agree(ranks, begin)
+    agree(ranks, settle)
+    ranks.begin(own[0].q.device)
     return made[0]
 
 
-def _sizes(q: Any, k: Any, v: Any, lengths: Any, placed: Any, method: str, kernel: str) -> Facts:
+def _sizes(given: Arguments, ranks: Ranks) -> Facts:
     """What a shard tells by itself; as far as it is right by itself."""
-    layout.check_name(placed)
-    dispatch.check_name(kernel)
-    if method not in cost.METHODS:
-        raise ValueError(f"method: expected one of {', '.join(cost.METHODS)}, got {method!r}")
-    if not arrays.is_torch(q):
-        raise TypeError(f"q: expected a PyTorch tensor, got {type(q).__name__}; pass torch.as_tensor(q)")
-    call = validate.outline(q, k, v) if lengths is None else validate.outline_varlen(q, k, v, *lengths)
+    q, k, v = given.q, given.k, given.v
+    layout.check_name(given.layout)
+    dispatch.check_name(given.kernel)
+    if given.method not in cost.METHODS:
+        raise ValueError(f"method: expected one of {', '.join(cost.METHODS)}, got {given.method!r}")
+    call = validate.outline(q, k, v) if given.lengths is None else validate.outline_varlen(q, k, v, *given.lengths)
+    for group in ranks.groups:
+        carrier(group, q.device)
     s = call.shape
     return {
         "queries": s.n_q, "keys": s.n_k, "batch": s.batch, "heads": s.heads, "heads of keys": s.heads_k,
-        "head dimension": s.d, "head dimension of values": s.d_v, "dtype": s.dtype, "dimensions": call.rank,
-        "layout": placed if isinstance(placed, str) else _digest(repr(placed)), "method": method, "kernel": kernel,
-        "gradients": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        "head dimension": s.d, "head dimension of values": s.d_v, "dtype": s.dtype, "device": q.device.type,
+        "dimensions": call.rank, "layout": given.layout if isinstance(given.layout, str) else digest(given.layout),
+        "method": given.method, "kernel": given.kernel, "gradients of q, k and v": _learned(q, k, v),
     }  # fmt: skip
 
 
-def _settled(
-    ranks: Ranks, q: Any, k: Any, v: Any, lengths: Any, rope: Rope | None, queries: Layout, keys: Layout, method: str,
-    kernel: str, options: dict[str, Any],
-) -> Prepared:  # fmt: skip
+def _learned(*tensors: Any) -> list[bool]:
+    """Which want gradients: a rank that has one would wait for the others' in vain if they have none."""
+    return [torch.is_grad_enabled() and bool(getattr(x, "requires_grad", False)) for x in tensors]
+
+
+def _settled(given: Arguments, ranks: Ranks, queries: Layout, keys: Layout) -> Prepared:
     """Checked as one process would check it, on stand-ins for the whole sequence that take no memory."""
+    q, k, v, lengths = given.q, given.k, given.v, given.lengths
+    options = {**given.options}
+    rope = options.pop("rope")
     whole = [_whole(x, n, lengths is not None) for x, n in ((q, queries.n), (k, keys.n), (v, keys.n))]
     if lengths is None:
         call = validate.prepare(*whole, **options)
@@ -103,11 +140,15 @@ def _settled(
     if rope is not None:
         q, k = _turned(rope, call, q, k, queries.positions(ranks.me), keys.positions(ranks.me))
     spec = _dense(call.spec, q)
-    dispatch.resolve(kernel, spec, call.shape)  # what it raises, it raises on all ranks alike
+    placed = replace(spec, positions=Positions(0, 0, queries.n, keys.n))  # as parts of it will be
+    dispatch.resolve(given.kernel, placed, call.shape)  # what it raises, it raises on all ranks alike
     machine = cost.CPU if q.device.type == "cpu" else cost.H100
-    found = cost.ways(ranks.size, ranks.sizes, call.shape, method)
-    costs = cost.costs(found, spec, call.shape, queries, keys, machine)
-    return Prepared(ranks, spec, call.shape, call.spec.sinks, q, k, v, call.rank, queries, keys, costs, kernel)
+    ways = cost.ways(ranks.size, ranks.sizes, call.shape, given.method)
+    on_host = _dense(call.spec, np.zeros(0))  # where packed sequences begin and end is known there
+    costs = cost.costs(ways, on_host, call.shape, queries, keys, machine)
+    return Prepared(
+        ranks, spec, call.shape, call.spec.sinks, q, k, v, call.rank, queries, keys, machine, costs, given.kernel
+    )
 
 
 def _whole(x: Tensor, n: int, is_packed: bool) -> Tensor:
@@ -149,16 +190,13 @@ def _said(p: Prepared) -> Facts:
     """What ranks must have alike beside sizes: the variant, its arrays' sizes, and which keys travel."""
     line, named = wire.encode(p.spec, p.kernel)
     return {
-        "variant": line if len(line) < 1000 else _digest(line),
-        "arrays": _digest(repr([(arrays.dtype_name(x), tuple(x.shape)) for x in named])),
+        "variant": line if len(line) < 500 else digest(line),
+        "arrays": digest([(arrays.dtype_name(x), tuple(x.shape)) for x in named]),
         "sinks": p.sinks is not None,
-        "keys that the mask lets travel": _digest(repr(p.taken.needs.of)),
+        "gradients of arrays and sinks": _learned(*named, p.sinks),
+        "keys that the mask lets travel": p.taken.needs.digest,
         "way": p.taken.way.named(p.ranks.size),
     }
-
-
-def _digest(text: str) -> str:
-    return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 # -- running it -------------------------------------------------------------------------------------------------------

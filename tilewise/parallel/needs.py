@@ -10,6 +10,7 @@ import numpy as np
 
 from tilewise import schedule, validate
 from tilewise.arrays import Array
+from tilewise.parallel.digest import digest
 from tilewise.parallel.layout import Layout, joined
 from tilewise.schedule import Kind
 from tilewise.sharing import Kept, lazy
@@ -72,6 +73,10 @@ class Needs:
     @property
     def ranks(self) -> int:
         return len(self.of)
+
+    @lazy
+    def digest(self) -> int:
+        return digest(self.of)
 
     def is_empty(self, queries: range, keys: range) -> bool:
         """Whether no query of these sees any of these keys, as far as tiles tell."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewise.parallel import layout as layouts
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.team import Ranks, ranks_of
+from tilewise.parallel.mesh import Ranks, ranks_of
 
 
 def shard(x: Tensor, mesh: Any, *, dim: int, layout: str | Layout = "contiguous") -> Tensor:
@@ -33,7 +33,7 @@ def unshard(x: Tensor, mesh: Any, *, dim: int, layout: str | Layout = "contiguou
     """
     ranks = ranks_of(mesh)
     _check(x, dim)
-    sizes = ranks.gather(torch.tensor([x.shape[dim]], device=x.device)).flatten().tolist()
+    sizes = ranks.told(torch.tensor([x.shape[dim]])).flatten().tolist()
     made = layouts.found(layout, sizes, "x")
     whole: Tensor = _Whole.apply(x, ranks, made, dim % x.dim())
     return whole
