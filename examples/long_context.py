@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
 
 
-def train(mesh: object) -> list[float]:
+def train(mesh: object, steps: int = STEPS) -> list[float]:
     """The loss after each step, over all ranks."""
     torch.manual_seed(0)
     text = (torch.arange(LENGTH + 1) ** 2 // 7 % WORDS)[None]
@@ -61,7 +61,7 @@ def train(mesh: object) -> list[float]:
         words, labels = (parallel.shard(x, mesh, dim=1, layout=LAYOUT) for x in (words, labels))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = model(words, labels)
         loss.backward()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import tilewise as tw
 from tests.parallel.pool import mesh
@@ -25,28 +26,37 @@ ALLOWED = {"float64": 1e-12, "float32": 1e-5, "bfloat16": ROUNDING["bfloat16"], 
 def check(case: Case, ways: list[tuple[str, Any, str]]) -> None:
     """In a process of the pool: out, lse and every gradient are those of one process, on each mesh, with each layout
     and method, as far as the case's type can tell."""
-    ways = [way for way in ways if mesh(way[0]).get_coordinate() is not None]
-    if not ways:
-        return
-    alone = Problem(case)
-    out, lse = alone.run(tw.attention if alone.lengths is None else tw.attention_varlen)
-    d_out, d_lse = (torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(1)) for x in (out, lse))
-    expected = alone.results(out, lse, d_out, d_lse)
-    exact = expected if case.dtype in ("float32", "float64") else _exact(case, d_out, d_lse)
+    d_out, d_lse = _drawn(case)
+    expected = exact = None
     for where, layout, method in ways:
+        if mesh(where).get_coordinate() is None:
+            continue
         found = _shared(case, where, layout, method, d_out, d_lse)
+        if dist.get_rank() != 0:  # all have the whole result: one looks at it
+            continue
+        if expected is None:
+            expected = _alone(case, d_out, d_lse)
+            exact = expected if case.dtype in ("float32", "float64") else _alone(case, d_out, d_lse, torch.float64)
         assert expected.keys() == found.keys()
         for what, want in expected.items():
             said = f"{case.name}, {where} ranks, {layout}, {method}: {what}"
             _compare(said, found[what], want, exact[what], case.dtype)
 
 
-def _exact(case: Case, d_out: torch.Tensor, d_lse: torch.Tensor) -> dict[str, Any]:
-    """Of the same numbers, in float64."""
-    wide = Problem(case)
-    wide.operands = [x.detach().double().requires_grad_() for x in wide.operands]
-    out, lse = wide.run(tw.attention if wide.lengths is None else tw.attention_varlen)
-    return wide.results(out, lse, d_out.double(), d_lse.double())
+def _drawn(case: Case) -> list[torch.Tensor]:
+    """Gradients of out and lse, the same on every rank."""
+    q, _, v = Problem(case).operands
+    rows, generator = q.shape[:-1], torch.Generator().manual_seed(1)
+    kinds = (((*rows, v.shape[-1]), q.dtype), (rows, torch.promote_types(q.dtype, torch.float32)))
+    return [torch.randn(size, dtype=dtype, generator=generator) for size, dtype in kinds]
+
+
+def _alone(case: Case, d_out: torch.Tensor, d_lse: torch.Tensor, dtype: Any = None) -> dict[str, Any]:
+    """In one process; dtype: of the same numbers in another type."""
+    whole = Problem(case)
+    whole.operands = [x.detach().to(dtype).requires_grad_() for x in whole.operands]
+    out, lse = whole.run(tw.attention if whole.lengths is None else tw.attention_varlen)
+    return whole.results(out, lse, d_out.to(out.dtype), d_lse.to(lse.dtype))
 
 
 def _compare(what: str, found: Any, alone: Any, exact: Any, dtype: str) -> None:

@@ -22,40 +22,41 @@ WAYS = [
 EVERY = [(where, layout, method) for (where, method), layout in product(WAYS, LAYOUTS)]
 
 
-def _some(case: Case, count: int) -> list[tuple[str, str, str]]:
-    """Others for each case, the same each time."""
+def _some(case: Case) -> list[tuple[str, str, str]]:
+    """One with keys that travel, one with heads that do; others for each case, the same each time."""
     first = crc32(case.name.encode())
-    return [EVERY[(first + 5 * i) % len(EVERY)] for i in range(count)]
+    kinds = ([way for way in EVERY if (way[0] != "2 x 2" and way[2] in ("ring", "gather")) == keys] for keys in (0, 1))
+    return [ways[first % len(ways)] for ways in kinds]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_variant(pool: Pool, variant: str) -> None:
     case = Case(variant, "ragged", "float64")
-    pool.run(check, case, _some(case, 3))
+    pool.run(check, case, _some(case))
 
 
 @pytest.mark.parametrize("variant", PACKED_VARIANTS)
 def test_packed_sequences(pool: Pool, variant: str) -> None:
     case = Case(variant, "packed", "float64")
-    pool.run(check, case, _some(case, 4))
+    pool.run(check, case, _some(case))
 
 
-@pytest.mark.parametrize("variant", ["causal", "all at once", "bias over batch"])
-def test_every_method(pool: Pool, variant: str) -> None:
-    pool.run(check, Case(variant, "ragged", "float64"), EVERY)
+@pytest.mark.parametrize(("variant", "ways"), [("all at once", EVERY), ("bias over batch", EVERY[::2])])
+def test_every_method(pool: Pool, variant: str, ways: list[tuple[str, str, str]]) -> None:
+    pool.run(check, Case(variant, "ragged", "float64"), ways)
 
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name not in ("ragged", "largest head", "head of 256")])
 def test_every_shape(pool: Pool, shape: str) -> None:
     """Some have fewer rows than there are ranks."""
     ways = [way for way in EVERY if way[2] in ("ring", "gather") and way[0] != "2 x 2"]
-    pool.run(check, Case("causal", shape, "float64"), ways[::3])
+    pool.run(check, Case("causal", shape, "float64"), ways[::5])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_other_types(pool: Pool, dtype: str) -> None:
     for variant in ("causal", "all at once"):
-        pool.run(check, Case(variant, "ragged", dtype), EVERY[::5])
+        pool.run(check, Case(variant, "ragged", dtype), EVERY[::7])
 
 
 def test_a_rank_that_sees_nothing_has_gradients(pool: Pool) -> None:
@@ -76,13 +77,8 @@ def test_one_rank_is_a_mesh_too(pool: Pool) -> None:
     pool.run(check, Case("all at once", "ragged", "float64"), [("1", layout, "auto") for layout in LAYOUTS])
 
 
-# Half precision has a test above. Partials are rounded before they are merged: in some cases a long sum, such as a
-# sink's gradient, is off by more than twice what one process is off by.
-EXACT = [case for case in conformance() if case.dtype in ("float32", "float64")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", conformance(), ids=lambda case: case.name)
 def test_conformance(pool: Pool, case: Case) -> None:
     shape = SHAPES.get(case.shape)
     heads = 4 if shape is None else shape.heads

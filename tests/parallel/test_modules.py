@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +89,17 @@ def test_a_cache_is_refused(pool: Pool) -> None:
     pool.run(_cached)
 
 
-def _language_model(layout: str, padded: bool) -> None:
+def _language_models() -> None:
+    if mesh("2").get_coordinate() is not None:
+        for layout, padded in product(("contiguous", "zigzag"), (False, True)):
+            _language_model(mesh("2"), layout, padded)
+
+
+def _language_model(ranks: Any, layout: str, padded: bool) -> None:
     import transformers
 
     from tilewise.integrations.transformers import register
 
-    ranks = mesh("2")
-    if ranks.get_coordinate() is None:
-        return
     config = transformers.MistralConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, sliding_window=6, pad_token_id=0, use_cache=False,
@@ -113,16 +118,30 @@ def _language_model(layout: str, padded: bool) -> None:
     logits = model(input_ids=own[0], attention_mask=own[1], position_ids=places).logits
     whole = parallel.unshard(logits.detach(), ranks, dim=1, layout=layout)
     assert torch.allclose(whole[counts.bool()], want[counts.bool()], atol=1e-4)
+    with pytest.raises(tw.Unsupported, match="here are 1 queries for 12 keys"):
+        model(input_ids=own[0][:, :1], past_key_values=model(input_ids=own[0], use_cache=True).past_key_values)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_a_model_of_transformers(pool: Pool, layout: str, padded: bool) -> None:
-    pool.run(_language_model, layout, padded)
+def test_a_model_of_transformers(pool: Pool) -> None:
+    pool.run(_language_models)
 
 
-def test_the_example_has_the_loss_of_one_process() -> None:
+def _example() -> None:
+    ranks = mesh("2")
+    if ranks.get_coordinate() is not None:
+        train = runpy.run_path(str(ROOT / "examples" / "long_context.py"))["train"]
+        shared, alone = train(ranks, steps=2), train(None, steps=2)
+        assert shared == pytest.approx(alone, abs=1e-5)
+        assert shared[1] < shared[0]
+
+
+def test_the_example_has_the_loss_of_one_process(pool: Pool) -> None:
+    pool.run(_example)
+
+
+@pytest.mark.slow
+def test_torchrun_runs_the_example() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/long_context.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -52,11 +52,16 @@ def results(ranks: list[int], sizes: Sizes, tell: Callable[[str], None]) -> dict
 
 def measured(ranks: int, sizes: Sizes) -> list[Record]:
     """Each mask and method on so many processes, a thread each."""
-    import torch.multiprocessing
+    import torch.multiprocessing as multiprocessing
 
-    answers = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(kind)
+    if kind == "forkserver":
+        context.set_forkserver_preload(["tilewise.parallel"])  # imported once, not by each process
+    answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (ranks, sizes, str(Path(folder) / "store"), answers), ranks)
+        given = ranks, sizes, str(Path(folder) / "store"), answers
+        multiprocessing.start_processes(_rank, given, ranks, start_method=kind)
     records: list[Record] = answers.get()
     return records
 

@@ -108,6 +108,11 @@ def make_mask(
     # A row of keys is as small as the padding is; decoding may be compiled, which tensors suit best.
     if q_length == 1 and ranks is None:
         return by_tensors(**options)
+    if ranks is not None and (q_length != kv_length or kv_offset):
+        raise Unsupported(
+            f"past_key_values: ranks share whole sequences, and here are {q_length} queries for {kv_length} keys; pass "
+            "use_cache=False, or register() without a mesh to generate"
+        )
     query, key = _positions(q_length, kv_length, q_offset, kv_offset)
     try:
         mask = from_mask_mod(lambda b, *_: mask_function(b, constant(0), query, key))  # heads share a mask
