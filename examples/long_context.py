@@ -13,7 +13,7 @@ import os
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import tilewise as tw
 from tilewise import parallel
@@ -23,7 +23,7 @@ WORDS, LENGTH, FEATURES, STEPS, LAYOUT = 64, 512, 64, 10, "zigzag"
 
 
 class Block(nn.Module):
-    def __init__(self, mesh: object) -> None:
+    def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self.attention = MultiHeadAttention(
             FEATURES, heads=4, heads_k=2, rope=tw.Rope(), causal=True, sinks=True, mesh=mesh, layout=LAYOUT
@@ -39,7 +39,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """mesh: the ranks that share the sequence; None: this process has all of it."""
 
-    def __init__(self, mesh: object) -> None:
+    def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, FEATURES)
         self.blocks = nn.Sequential(Block(mesh), Block(mesh))
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / LENGTH
 
 
-def train(mesh: object, steps: int = STEPS) -> list[float]:
+def train(mesh: DeviceMesh | None, steps: int = STEPS) -> list[float]:
     """The loss after each step, over all ranks."""
     torch.manual_seed(0)
     text = (torch.arange(LENGTH + 1) ** 2 // 7 % WORDS)[None]
@@ -67,8 +67,8 @@ def train(mesh: object, steps: int = STEPS) -> list[float]:
         loss.backward()
         if mesh is not None:  # DDP or FSDP would do it for a larger model
             for parameter in model.parameters():
-                dist.all_reduce(parameter.grad)
-            dist.all_reduce(loss.detach())
+                dist.all_reduce(parameter.grad, group=mesh.get_group())
+            dist.all_reduce(loss.detach(), group=mesh.get_group())
         optimizer.step()
         losses.append(loss.item())
     return losses

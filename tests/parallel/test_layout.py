@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import tilewise as tw
 from tests.strategies import profile
 from tilewise import validate
 from tilewise.parallel import Layout, balanced, contiguous, cost, layout, needs, zigzag
-from tilewise.parallel.cost import Machine, Way
+from tilewise.parallel.cost import Explanation, Machine, Way
+from tilewise.spec import Shape
 
 
 @profile(100)
@@ -104,13 +106,15 @@ def test_documents_are_balanced_by_their_tiles() -> None:
     assert uneven[2] < 1.1 < min(uneven[:2])
 
 
-def _costs(method: str, heads: tuple[int, int] = (8, 8), ranks: int = 4, **options: Any) -> list[cost.Cost]:
+def _costs(
+    method: str, heads: tuple[int, int] = (8, 8), ranks: int = 4, machine: Machine = cost.CPU
+) -> list[cost.Cost]:
     n, (h, hk) = 1024, heads
     q, k = (np.broadcast_to(np.zeros(16, np.float32), (1, each, n, 16)) for each in (h, hk))
-    call = validate.prepare(q, k, k, **options)
+    call = validate.prepare(q, k, k)
     lay = contiguous(n, ranks)
     ways = cost.ways(ranks, (ranks,), call.shape, method)
-    return cost.costs(ways, call.spec, call.shape, lay, lay, cost.CPU)
+    return cost.costs(ways, call.spec, call.shape, lay, lay, machine)
 
 
 def test_the_model_knows_what_is_sent() -> None:
@@ -132,17 +136,30 @@ def test_only_ways_that_there_are_heads_for_are_offered() -> None:
         _costs("heads", (6, 2), 4)
 
 
-def test_auto_takes_the_ring_where_work_hides_it_and_heads_where_the_net_is_slow() -> None:
+def test_auto_takes_the_ring_where_work_hides_it_and_few_messages_where_each_takes_long() -> None:
     call = _call(65536, mask=tw.causal())
     lay = zigzag(65536, 2)
 
     def quickest(machine: Machine) -> Way:
         ways = cost.ways(2, (2,), call.shape, "auto")
-        return cost.least(cost.costs(ways, call.spec, call.shape, lay, lay, machine)).way
+        return cost.least(cost.costs(ways, call.spec, call.shape, lay, lay, machine), machine).way
 
     assert quickest(Machine(flops=1e9, near=1e9, far=1e9, node=8, latency=1e-6, call=0)).sequence == "ring"
-    grouped = Machine(flops=1e15, near=1e12, far=1e12, node=8, latency=1.0, call=0)
-    assert quickest(grouped).heads == 1
+    assert quickest(Machine(flops=1e15, near=1e12, far=1e12, node=8, latency=1.0, call=0)).heads == 1
+
+
+def test_auto_takes_no_gather_whose_memory_grows_with_the_sequence() -> None:
+    """Where calls take long a gather, which has one, is the quickest, as long as there is room for what it holds."""
+    slow = Machine(flops=1e15, near=1e12, far=1e12, node=8, latency=0, call=1.0)
+    found = _costs("auto", (3, 3), machine=slow)
+    ring, gather = (next(each for each in found if each.way == Way(name)) for name in ("ring", "gather"))
+    assert gather.held == 768 * 3 * 32 * 4
+    assert ring.held == gather.held  # three blocks of four: of more ranks it is less
+    assert cost.least(found, replace(slow, spare=gather.held)) is gather
+    assert cost.least(found, replace(slow, spare=gather.held - 1)) is ring
+    assert cost.least([gather], replace(slow, spare=0)) is gather
+    shape = Shape(1, 3, 3, 1024, 1024, 16, 16, "float32", "cpu")
+    assert "no gather that holds more than 0 B" in str(Explanation(ring, found, replace(slow, spare=0), 4, shape))
 
 
 @pytest.mark.slow

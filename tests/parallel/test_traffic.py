@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilewise as tw
 from tests.parallel.pool import Pool, mesh
@@ -81,22 +81,46 @@ def _as_dtensors() -> None:
         return
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 8, dtype=torch.float64) for _ in "qkv")
-    given = [
-        DTensor.from_local(x.chunk(3, 2)[ranks.get_local_rank()], ranks, [Shard(2)]).requires_grad_() for x in (q, k, v)
-    ]
+    given = [distribute_tensor(x, ranks, [Shard(2)]).requires_grad_() for x in (q, k, v)]
     out, lse = parallel.attention(*given, causal=True, return_lse=True)
     assert isinstance(out, DTensor)
     assert out.placements == (Shard(2),)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])  # shards have 7, 7 and 6 rows
     out.to_local().sum().backward()
     want, want_lse = tw.attention(q, k, v, causal=True, return_lse=True)
-    assert torch.allclose(parallel.unshard(out.to_local().detach(), ranks, dim=2), want)
-    assert torch.allclose(parallel.unshard(lse.to_local().detach(), ranks, dim=2), want_lse)
+    assert torch.allclose(out.detach().full_tensor(), want)
+    assert torch.allclose(lse.detach().full_tensor(), want_lse)
     assert isinstance(given[0].grad, DTensor)
     with pytest.raises(TypeError, match="k: expected a DTensor as the others are, got Tensor"):
         parallel.attention(given[0], k, given[2])
     wrong = DTensor.from_local(q, ranks, [Shard(1)])
     with pytest.raises(ValueError, match=r"q: expected placements .* the sequence split"):
         parallel.attention(wrong, wrong, wrong)
+
+
+def _one_has_no_dtensor() -> None:
+    ranks = mesh("4")
+    x = torch.randn(1, 2, 4, 8)
+    given = DTensor.from_local(x, ranks, [Shard(2)])
+    parallel.attention(given, x if ranks.get_local_rank() == 1 else given, given)
+
+
+def test_a_mistake_with_dtensors_is_told_on_every_rank(pool: Pool) -> None:
+    for outcome in pool.outcomes(_one_has_no_dtensor):
+        assert "k: expected a DTensor as the others are, got Tensor" in outcome.message
+
+
+def _counted() -> None:
+    x = torch.randn(1, 2, 4, 8)
+    with parallel.count_traffic() as outer:
+        with parallel.count_traffic() as inner:
+            pass
+        parallel.attention(x, x, x, mesh=mesh("4"), method="ring")
+    assert (inner.bytes, outer.bytes) == (0, 3 * 2 * x.nbytes)
+
+
+def test_counts_may_be_within_counts(pool: Pool) -> None:
+    pool.run(_counted)
 
 
 def test_dtensors_come_out_as_dtensors(pool: Pool) -> None:
