@@ -33,13 +33,13 @@ def mesh(name: str) -> DeviceMesh:
 class Pool:
     """size processes; `run` calls a function in each, and hands back what they return, or raises what one raised."""
 
-    def __init__(self, size: int = 4, timeout: float = 60, meshes: bool = True) -> None:
+    def __init__(self, size: int = 4, timeout: float = 60, meshes: bool = True, backend: str = "gloo") -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED)
         port, self.pipes, self.processes = _free_port(), [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, port, timeout, meshes, theirs)
+            arguments = (rank, size, port, timeout, meshes, backend, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -87,13 +87,17 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def _serve(rank: int, size: int, port: int, timeout: float, meshes: bool, pipe: Any) -> None:
+def _serve(rank: int, size: int, port: int, timeout: float, meshes: bool, backend: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     tw.set_num_threads(1)
     store, patience = f"tcp://127.0.0.1:{port}", timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=size, timeout=patience)
     if meshes:
-        _meshes.update((name, DeviceMesh("cpu", ranks)) for name, ranks in MESHES.items())
+        kind = "cuda" if backend == "nccl" else "cpu"
+        able = {name: ranks for name, ranks in MESHES.items() if torch.tensor(ranks).max() < size}
+        _meshes.update((name, DeviceMesh(kind, ranks)) for name, ranks in able.items())
     while True:
         try:
             function, args = pipe.recv()

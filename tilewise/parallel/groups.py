@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 HOST = torch.device("cpu")
@@ -41,7 +42,8 @@ def patience(group: Any) -> timedelta:
 
 
 def _timeout(group: Any) -> timedelta:
-    waits: list[timedelta] = [group._get_backend(torch.device(kind)).options._timeout for kind in _backends(group)]
+    backends = (group._get_backend(torch.device(kind)) for kind in _backends(group))
+    waits: Iterator[timedelta] = (getattr(each.options, "_timeout", default_pg_timeout) for each in backends)
     return min(waits)
 
 
