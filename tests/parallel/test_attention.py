@@ -59,6 +59,13 @@ def test_other_types(pool: Pool, dtype: str) -> None:
         pool.run(check, Case(variant, "ragged", dtype), EVERY[::7])
 
 
+def test_partial_results_of_half_precision_are_merged_unrounded(pool: Pool) -> None:
+    """Else the gradient of sinks, a long sum over out, is off by more than one process's."""
+    pool.run(
+        check, Case("all at once", "head of 128", "bfloat16"), [("2", "zigzag", "gather"), ("3", "zigzag", "ring")]
+    )
+
+
 def test_a_rank_that_sees_nothing_has_gradients(pool: Pool) -> None:
     """Of more queries than keys the first see none, under a causal mask: gradients of learned arrays are 0 there."""
     pool.run(check, Case("all at once", "more queries than keys", "float64"), [("3", "contiguous", "ring")])
