@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,6 +89,16 @@ def test_tiles_tell_which_parts_see_nothing_of_each_other() -> None:
     assert not found.is_empty(range(768, 1024), range(256, 768))
     heads = _needs(contiguous(2**16, 2), mask=(tw.H == 1) & (tw.K < 64))
     assert heads.of == (((range(heads.of[0][0][0].stop),), ()),) * 2
+
+
+def test_what_is_needed_is_kept_by_what_arrays_hold() -> None:
+    """A mask that is made anew for each layer costs nothing; one whose ids changed is looked at again."""
+    ids = np.arange(1024) // 256
+    found = [_needs(contiguous(1024, 4), mask=tw.document(each)) for each in (ids, ids.copy(), torch.from_numpy(ids))]
+    assert found[1] is found[0]
+    assert found[0].of[1][0] == ()
+    ids[:] = 0
+    assert _needs(contiguous(1024, 4), mask=tw.document(ids)).of[1][0] == (range(256),)
 
 
 def test_zigzag_shares_causal_work_evenly() -> None:

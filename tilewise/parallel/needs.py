@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
-from tilewise import schedule, validate
+from tilewise import arrays, schedule, validate
 from tilewise.arrays import Array
 from tilewise.parallel.digest import digest
 from tilewise.parallel.layout import Layout, joined
@@ -102,13 +103,21 @@ _known: Kept[Needs] = Kept(32)
 
 
 def find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
-    """Kept, unless it depends on the contents of arrays. Arrays on a GPU are not looked at: all that they mask
-    travels."""
+    """Kept, by the contents of arrays too: the layers of a model have a mask in common. Arrays on a GPU are not looked
+    at: all that they mask travels."""
     live = schedule.live_expression(spec)
-    if live is not None and loads(live):
-        return _find(spec, shape, queries, keys)
-    key = (None if live is None else live.key, shape, queries, keys)
+    read = () if live is None else tuple(_contents(slot.array) for slot in loads(live))
+    key = (None if live is None else live.key, read, shape, queries, keys)
     return _known.found(key, lambda: _find(spec, shape, queries, keys))
+
+
+def _contents(array: Any) -> tuple[Any, ...]:
+    """What tells an array from others of its type, as far as it is looked at."""
+    size = tuple(array.shape)
+    if arrays.is_torch(array) and array.device.type != "cpu":
+        return size
+    held = np.ascontiguousarray(arrays.as_numpy(array)).reshape(-1).view(np.uint8)
+    return *size, blake2b(held, digest_size=16).digest()
 
 
 def _find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
