@@ -41,8 +41,9 @@ def attention(
     makes the same call, and its backward pass, or none does.
     layout: how the sequence was split, as parallel.shard has it.
     method: "ring" (keys and values travel from rank to rank while the last ones are computed with), "gather" (each rank
-    gets all that it needs at once), "heads" (heads in exchange for rows), "mix" (heads among neighbours, a ring of
-    those), or "auto", the one that parallel.explain finds the quickest.
+    gets all that it needs at once, which may be the whole sequence's), "heads" (heads in exchange for rows), "mix"
+    (heads among neighbours, a ring of those), or "auto", the quickest that parallel.explain finds, of those that hold a
+    few ranks' keys at most, or little.
 
     Positions are those of the whole sequence, and so are the arrays that mask and score read, the same on every rank;
     keys that no query of a rank sees are not sent to it. A rope's positions are shards, as q and k are.

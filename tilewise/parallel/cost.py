@@ -96,8 +96,7 @@ def ways(ranks: int, dims: Sequence[int], shape: Shape, method: str) -> list[Way
 def costs(
     ways: Sequence[Way], spec: Attention, shape: Shape, queries: Layout, keys: Layout, machine: Machine
 ) -> list[Cost]:
-    """What each would cost. Those with as many heads a team have the same needs, and as many costs as needs are
-    kept."""
+    """What each would cost, kept as their needs are. Those with as many heads a team have the same needs."""
     sizes = {way.heads for way in ways}
     found = {n: needs.find(spec, shape, queries.joined(n), keys.joined(n)) for n in sizes}
     given = [(way, found[way.heads], shape, queries, keys, machine) for way in ways]

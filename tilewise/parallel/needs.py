@@ -117,7 +117,7 @@ def _contents(array: Any) -> tuple[Any, ...]:
     if arrays.is_torch(array) and array.device.type != "cpu":
         return size
     held = np.ascontiguousarray(arrays.as_numpy(array)).reshape(-1).view(np.uint8)
-    return *size, blake2b(held, digest_size=16).digest()
+    return *size, blake2b(held.data, digest_size=16).digest()
 
 
 def _find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs:
