@@ -65,8 +65,17 @@ def _compiled() -> None:
     if ranks.get_coordinate() is None:
         return
     module = _module(ranks)
-    x = parallel.shard(torch.randn(1, 12, 24, dtype=torch.float64), ranks, dim=1)
-    assert torch.allclose(torch.compile(module, backend="eager")(x), module(x))
+    x = parallel.shard(torch.randn(1, 12, 24, dtype=torch.float64), ranks, dim=1).requires_grad_()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, given: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    both = [call(x) for call in (torch.compile(module, backend=backend), module)]
+    assert torch.allclose(*both)
+    assert torch.allclose(*(torch.autograd.grad(out.square().sum(), x)[0] for out in both))
+    assert len(graphs) >= 2  # the projections before attention, and the one behind it
 
 
 def test_the_rest_of_a_module_is_compiled(pool: Pool) -> None:

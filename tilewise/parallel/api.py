@@ -99,7 +99,10 @@ def explain(
     method: str = "auto",
     kernel: str = "auto",
 ) -> Explanation:
-    """What `attention` would do with these arguments, and what each method would send, hold and take. Print it."""
+    """What `attention` would do with these arguments, and what each method would send, hold and take. Print it.
+
+    Every rank of the mesh makes the call, as ranks tell each other the sizes of their shards.
+    """
     options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
     made = front.prepare(Arguments(q, k, v, None, mesh, layout, method, kernel, options))
     return Explanation(made.taken, made.costs, made.machine, made.ranks.size, made.shape)
