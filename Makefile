@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize prove-gpu pictures clean
+.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize prove-gpu report pictures site clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
@@ -16,7 +16,9 @@ help:
 	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
 	@echo "make sanitize  the native library under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make prove-gpu  what needs a GPU: its tests, compute-sanitizer, random calls"
+	@echo "make report    results/ as one HTML page, build/report.html"
 	@echo "make pictures  draw the figures and write the tables of the docs again"
+	@echo "make site      the docs as a site, in build/site"
 	@echo "make clean     remove .venv, caches and what was built"
 
 # One BLAS thread each: on a busy machine a BLAS library's threads wait for each other far longer than they compute.
@@ -77,13 +79,23 @@ sanitize: $(VENV)/.test
 prove-gpu: library
 	$(BIN)/python tests/prove_gpu.py build/proof
 
+report: $(VENV)/.package
+	@mkdir -p build
+	@$(BIN)/tilewise bench --report results -o build/report.html
+
 pictures: $(VENV)/.test
 	$(BIN)/python docs/figures.py
+	$(BIN)/python -m docs.tutorial_figures
 	-$(BIN)/python -m docs.screenshot
 	$(BIN)/tilewise bench --cpu --from results/cpu --plot results/cpu >/dev/null
 	$(BIN)/tilewise bench --gpu --from results/gpu --plot results/gpu >/dev/null
 	$(BIN)/python tests/train_gpu.py results/gpu/training.json --plot results/gpu/training.png --draw
 	$(BIN)/python docs/tables.py
+
+# A warning is an error: a link that leads nowhere, a page that no menu has.
+site: $(VENV)/.docs
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --keep-going --quiet docs build/site
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist $(CPU)/libtilewise.* $(CPU)/build.txt $(CUDA)/prebuilt *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -103,4 +115,9 @@ $(VENV)/.package: pyproject.toml setup.py | $(VENV)/bin/pip
 $(VENV)/.test: pyproject.toml setup.py | $(VENV)/bin/pip
 	@echo "Installing tilewise with its test dependencies (PyTorch is the large one)"
 	@$(BIN)/pip install --quiet --editable '.[test]'
+	@touch $@ $(VENV)/.package
+
+$(VENV)/.docs: pyproject.toml setup.py | $(VENV)/bin/pip
+	@echo "Installing what makes the site"
+	@$(BIN)/pip install --quiet --editable '.[docs]'
 	@touch $@ $(VENV)/.package

@@ -1,7 +1,8 @@
-"""Writes the measured tables of README.md and docs/performance.md from results/: python docs/tables.py
+"""Writes the tables of README.md and docs/ that nobody should write by hand: python docs/tables.py
 
-A table stands between the lines `<!-- NAME -->` and `<!-- end -->`; a test checks that what stands there is what this
-makes, so that no page can quote a number that was not measured. What was not measured is said to be so.
+What was measured comes from results/, what kernel systems support from their own answers. A table stands between the
+lines `<!-- NAME -->` and `<!-- end -->`; a test checks that what stands there is what this makes, so that no page can
+quote a number that was not measured. What was not measured is said to be so.
 """
 
 from __future__ import annotations
@@ -9,10 +10,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # run from anywhere, beside this package
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from docs import support
+from docs.markdown import table
 from tilewise.bench import report, suite, targets
 from tilewise.bench.gpu import report as gpu_report
 from tilewise.bench.gpu import suite as gpu_suite
@@ -20,7 +27,7 @@ from tilewise.bench.gpu import targets as gpu_targets
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "support.md")
 
 _MARKS = {True: "✓", False: "✗", None: ""}
 Record = dict[str, Any]
@@ -49,7 +56,7 @@ def target_table(results: Path, page: Path) -> str:
 
 
 def _checks(checks: list[targets.Check]) -> str:
-    return _table(("", "measured", "target", ""), [(c.what, c.shown, c.target, _judgement(c)) for c in checks])
+    return table(("", "measured", "target", ""), [(c.what, c.shown, c.target, _judgement(c)) for c in checks])
 
 
 def _judgement(check: targets.Check) -> str:
@@ -64,7 +71,7 @@ def section_table(name: str) -> Callable[[Path, Path], str]:
         head, rows = _COLUMNS[name]
         by_cell = report.cells(found)
         lines = [rows(_ours(cell), cell) for cell in by_cell if _ours(cell)]
-        return f"{_table(head, lines)}\n\nFrom `results/cpu/{name}.json`. {_conditions(found)}"
+        return f"{table(head, lines)}\n\nFrom `results/cpu/{name}.json`. {_conditions(found)}"
 
     return made
 
@@ -164,7 +171,7 @@ def gpu_section_table(name: str) -> Callable[[Path, Path], str]:
             return _unmeasured("gpu", name)
         head, rows = gpu_report.table_of(name, found)
         about = " ".join([f"From `results/gpu/{name}.json`, {found['date'][:10]}.", *gpu_report.notes(name, found)])
-        return f"{_table(head, rows)}\n\n{about}"
+        return f"{table(head, rows)}\n\n{about}"
 
     return made
 
@@ -185,14 +192,10 @@ def numpy_table(results: Path, page: Path) -> str:
             times = [_time(by_name.get(name)) for name in _NUMPY_COLUMNS]
             rows.append((r["variant"], str(r["n_k"]), *times, _ratio(r["ratio"])))
     about = f"Median milliseconds, d = 64, float32. From `results/numpy.json`. {_conditions(found)}"
-    return f"{_table(('variant', 'n', *_NUMPY_COLUMNS, 'to the best peer'), rows)}\n\n{about}"
+    return f"{table(('variant', 'n', *_NUMPY_COLUMNS, 'to the best peer'), rows)}\n\n{about}"
 
 
 # -- cells of tables --------------------------------------------------------------------------------------------------
-
-
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
 
 
 def _time(r: Record | None) -> str:
@@ -235,6 +238,9 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "gpu-triton-picture": picture("gpu", "triton", "Triton, forward: TFLOP/s beside FlexAttention"),
     "gpu-training-picture": picture("gpu", "training", "Loss of both"),
     "numpy": numpy_table,
+    "support-by-shape": lambda results, page: support.by_shape(),
+    "support-by-variant": lambda results, page: support.by_variant(),
+    "support-by-kernel": lambda results, page: support.by_rung(),
 }
 
 if __name__ == "__main__":

@@ -331,7 +331,7 @@ def test_verify_memory_usage_leaves_an_outer_trace_on():
 
 
 def test_a_matrix_too_large_is_not_made(monkeypatch):
-    monkeypatch.setattr("tilewise.lab._MATRIX_LIMIT", 512 * 512 * 4 - 1)
+    monkeypatch.setattr("tilewise.lab.memory._MATRIX_LIMIT", 512 * 512 * 4 - 1)
     report = verify_memory_usage(512)
     assert report["standard_peak"] is None and report["measured_reduction"] is None
     assert report["tiled_peak"] > 0 and report["memory_reduction"] == 256

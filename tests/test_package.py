@@ -20,6 +20,8 @@ def test_importing_tilewise_imports_numpy_alone() -> None:
     script = f"""
 import sys, tilewise
 import tilewise.cli.demo, tilewise.cli.doctor, tilewise.cli.plan, tilewise.cli.bench, tilewise.cli.tune, tilewise.lab
+import tilewise.lab.exercises
+[tilewise.lab.exercises.skeleton(name) for name in tilewise.lab.exercises.NAMES]
 import tilewise.integrations
 import numpy as np
 tilewise.attention(np.ones((3, 2)), np.ones((3, 2)), np.ones((3, 2)), causal=True)

@@ -70,7 +70,7 @@ def test_weights_of_huge_scores_are_exact() -> None:
 
 # -- blocks and their turns -------------------------------------------------------------------------------------------
 
-FREE = "k_ring.parity = q_ring.parity = 1;"
+FREE = "q_ring.parity = 1;  // all places are free"
 
 
 def _at_most(count: int) -> dict[str, str]:

@@ -23,6 +23,7 @@ FREE_K = "            this->arrive(this->shared.k_free());\n"
 FREE_D_S = "        if (S_STAGES == 1) arrive(shared.d_s_free());\n"
 FREE_D_Q = "        hw::mbarrier_arrive(shared.d_q_free(number));\n"
 FREE_ADDITION = "            hw::mbarrier_arrive(shared.d_out_free(stage));\n"
+AWAIT_ITEM_FREE = "        wait_together(shared.item_free(place), items / 2 % 2 ^ 1);\n"
 AWAIT_K = "            hw::mbarrier_wait(this->shared.k_full(), this->keys % 2);\n"
 AWAIT_Q = "        hw::mbarrier_wait(shared.q_full(q_stage()), steps / Q_STAGES % 2);\n"
 AWAIT_V = "        hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);\n"
@@ -37,7 +38,6 @@ AWAIT_TABLE = "        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), st
 FREE_TABLE = "            arrive(shared.table_free());\n"
 FREE_TABLE_EARLY = "        if (USES_TABLE) arrive(shared.table_free());\n"
 PACK_P = "        pack(p);\n"
-READ_SHIFT = "        read_shift();\n"
 BEGIN_D_P = "        clear_to_delta();\n"
 MULTIPLY_S = "        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));\n"
 MULTIPLY_D_Q = "        begin_d_q();\n"
@@ -47,8 +47,8 @@ MEET_ITSELF = "        hw::barrier_sync(Shared::D_S_WRITTEN + 6 * number, 128);\
 UNMET = f"{UNFENCED}|{ISSUED}"
 HAND_OVER = "        hw::fence_async();\n        hw::barrier_arrive(Shared::d_q_written(storer, piece), 160);\n"
 WRITE_D_Q = "        unsigned char* const to = shared.memory + (shared.d_q(storer, piece) - shared.base)"
-MEET = "            meet_queries(__shfl_sync(~0u, this->shared.item().visits, 0));\n"
-ITEM = "            const Shared::Item item = this->shared.copy_of_item();\n"
+MEET = "            meet_queries(__shfl_sync(~0u, this->item().visits, 0));\n"
+ITEM = "            const Shared::Item item = this->shared.copy_of_item(this->keys % 2);\n"
 ROOM = "                wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);\n"
 TELL_ADDITION = ("                if (lane == 0) {\n"
                  "                    shared.addition(o_ring.stage).tile = tile;\n"
@@ -74,7 +74,7 @@ MISTAKES: dict[str, Mistake] = {
         "deadlock", "full", {"shared.k_full(), this->keys % 2": "shared.k_full(), this->keys / 2 % 2"},
     ),
     "v not free at first": Mistake(
-        "deadlock", "full", {"v_ring.parity = o_ring.parity = 1;": "o_ring.parity = 1;"},
+        "deadlock", "full", {"shared.v_free(), items % 2 ^ 1": "shared.v_free(), items % 2"},
     ),
     "shifts and deltas that nobody waits for": Mistake(
         "more than were expected", "full", {" + (more ? ROWS_BYTES : 0)": ""},
@@ -111,7 +111,15 @@ MISTAKES: dict[str, Mistake] = {
         f"deadlock|{ISSUED}", "full",
         {"init(q_free(stage), CONSUMER_WARPS)": "init(q_free(stage), CONSUMER_WARPS / 2)"},
     ),
-    "too many to let k go": Mistake("deadlock", "full", {"CONSUMER_WARPS + 3)": "CONSUMER_WARPS + 4)"}),
+    "too many to let k go": Mistake(
+        "deadlock", "full", {"init(k_free(), CONSUMER_WARPS)": "init(k_free(), CONSUMER_WARPS + 1)"},
+    ),
+    "too many to let an item go": Mistake(
+        "deadlock", "d 128", {"init(item_free(stage), 3)": "init(item_free(stage), 4)"},
+    ),
+    "the parity of items of one place": Mistake(
+        "deadlock|more often", "d 128", {AWAIT_ITEM_FREE: AWAIT_ITEM_FREE.replace("items / 2 % 2", "items % 2")},
+    ),
     # What threads hand to each other, to products and to the copy engine.
     "no fence after d_s": Mistake(UNFENCED, "full", {f"        hw::fence_async();\n{MEET_OTHER}": MEET_OTHER}),
     "a warpgroup that does not meet the other": Mistake(
@@ -260,10 +268,7 @@ MISTAKES: dict[str, Mistake] = {
     "the shift of another query tile": Mistake(
         WRONG, "full", {"two_of(shared.shift(q_stage()), n)": "two_of(shared.shift(1 - q_stage()), n)"},
     ),
-    "a shift read before it arrives": Mistake(
-        WRONG, "full", {READ_SHIFT: "", AWAIT_Q: f"{READ_SHIFT}{AWAIT_Q}"},
-    ),
-    "a shift of every other query": Mistake(WRONG, "full", {"i % 2 ? shift[i / 4].y : ": ""}),
+    "a shift of every other query": Mistake(WRONG, "full", {"i % 2 ? shift.y : ": ""}),
     "scores that are scaled once more": Mistake(WRONG, "a slope", {"scale = SCORED ? 1.0f : ": "scale = "}),
     "no shift beyond the last query": Mistake(WRONG, "a slope", {"rows[row] = lse": "if (inside) rows[row] = lse"}),
     "no shift of rows without keys": Mistake(
@@ -324,8 +329,7 @@ MISTAKES: dict[str, Mistake] = {
     "a visit too few": Mistake("deadlock", "full", {"at.tile + 1 - at.first": "at.tile - at.first"}),
     "keys of another head": Mistake(
         WRONG, "tiles that meet none",
-        {"shared.k_full(), sequence.k_begin + item.j * TILE_K, item.hk":
-         "shared.k_full(), sequence.k_begin + item.j * TILE_K, 0"},
+        {"map, full, sequence.k_begin + first, item.hk": "map, full, sequence.k_begin + first, 0"},
     ),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +115,24 @@ def _torch(device: str, threads: int | None) -> dict[str, Any]:
     return {"torch": torch.__version__, "torch_threads": threads or torch.get_num_threads(), "gpu": gpu}
 
 
-def one_line(machine: dict[str, Any]) -> str:
-    """For the head of a table and the foot of a picture."""
+def one_line(machine: Mapping[str, Any]) -> str:
+    """For the head of a table and the foot of a picture; what is not known is left out."""
+    known = {name: machine.get(name) for name in ("gpu", "cpu", "os", "python", "numpy", "torch")}
     parts = [
-        machine["gpu"],
-        f"{machine['cpu']}, {machine['cores']} cores",
-        machine["os"],
-        f"Python {machine['python']}",
+        known["gpu"],
+        known["cpu"] and f"{known['cpu']}, {machine['cores']} cores",
+        known["os"],
+        known["python"] and f"Python {known['python']}",
+        known["numpy"] and f"NumPy {known['numpy']} ({machine['blas']})",
+        known["torch"] and f"PyTorch {known['torch']} ({machine['torch_threads']} threads)",
     ]
-    parts += [f"NumPy {machine['numpy']} ({machine['blas']})"]
-    if machine["torch"]:
-        parts.append(f"PyTorch {machine['torch']} ({machine['torch_threads']} threads)")
     return " · ".join(p for p in parts if p)
+
+
+def gpu_lines(machine: Mapping[str, Any]) -> list[str]:
+    """The software of the GPU and its power limit, as far as they are known."""
+    parts = (
+        [f"CUDA {machine['cuda']}, cuDNN {machine['cudnn']}, driver {machine['driver']}"] if "cuda" in machine else []
+    )
+    parts += [f"{name} {version}" for name, version in machine.get("versions", {}).items() if version]
+    return [*parts, f"power limit {machine['power_limit_w']} W"] if machine.get("power_limit_w") else parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,19 @@ GREY = "#94a3b8"
 TEXT = "#475569"
 _OURS = ("#c2410c", "#7c3aed", "#0f766e", "#be185d", "#a16207", "#15803d")
 _PEERS = {
-    "torch sdpa": "#1d4ed8", "torch naive": "#60a5fa", "numpy naive": "#64748b",
+    "torch sdpa": "#1d4ed8", "torch naive": "#0284c7", "numpy naive": "#64748b",
     "cuDNN": "#1d4ed8", "FlashAttention-4": "#15803d", "FlexAttention": "#64748b",
-    "torch sdpa efficient": "#60a5fa", "FlashAttention-4 deterministic": "#86efac",
+    "torch sdpa efficient": "#0284c7", "FlashAttention-4 deterministic": "#65a30d",
 }  # fmt: skip
-_PAGE = 4096  # bytes: nothing measurable is drawn here, as a logarithmic axis has no 0
+_OTHERS = ("#0369a1", "#4d7c0f", "#6d28d9", "#b45309")
+PAGE = 4096  # bytes: nothing measurable is drawn here, as a logarithmic axis has no 0
 
 
 def palette(records: list[Record]) -> Palette:
     """The same colour in every picture of a run."""
-    ours = [
-        name for name in unique(records, "contestant") if any(r["ours"] for r in records if r["contestant"] == name)
-    ]
-    return {**_PEERS, **{name: _OURS[i % len(_OURS)] for i, name in enumerate(ours)}}
+    ours = list(dict.fromkeys(r["contestant"] for r in records if r["ours"]))
+    others = [name for name in unique(records, "contestant") if name not in (*ours, *_PEERS)]
+    return {**_PEERS, **dict(zip(others, cycle(_OTHERS))), **dict(zip(ours, cycle(_OURS)))}
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -98,7 +99,7 @@ def memory_panel(axis: Any, records: list[Record], colours: Palette) -> None:
     sizes = sorted({r["n_k"]: r["matrix_bytes"] for r in records}.items())
     axis.plot(*zip(*sizes, strict=True), color=GREY, linestyle=(0, (2, 2)), linewidth=1.5, label="full n × n matrix")
     for name, line in lines(records, "extra_bytes").items():
-        extra = [max(r["extra_bytes"], _PAGE) for r in line]
+        extra = [max(r["extra_bytes"], PAGE) for r in line]
         axis.plot([r["n_k"] for r in line], extra, label=name, **line_style(line[0], colours))
     axis.set_yscale("log", base=2)
     axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: size(y)))

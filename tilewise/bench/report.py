@@ -17,7 +17,7 @@ Results = dict[str, Any]
 Show = Callable[[Record | None], tuple[str, ...]]
 _DECODE = ("GB/s", "plain read", "of that", "of the FMA peak", "")
 _DECODE_NOTE = "GB/s: k and v over the time. Plain read: GB/s of only reading the same arrays, in the same process."
-_MARKS = {True: "✓", False: "✗", None: "·"}
+MARKS = {True: "✓", False: "✗", None: "·"}
 
 
 def section(name: str, results: Results) -> str:
@@ -107,7 +107,7 @@ def summary(sections: dict[str, Results]) -> str:
 
 
 def _columns(check: Check) -> tuple[str, ...]:
-    return f"{_MARKS[check.met]} {check.what}", f"{check.shown:>6}", check.target, check.note
+    return f"{MARKS[check.met]} {check.what}", f"{check.shown:>6}", check.target, check.note
 
 
 def _conditions(results: Results) -> str:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
-from tilewise._version import __version__
 from tilewise.bench import machine, measure, roofline, table
 from tilewise.bench.contestants import Contestant
 from tilewise.bench.judge import Judge, Verdict
 from tilewise.bench.problem import Cell, Problem
 from tilewise.bench.refusal import RefusedError, public, refusal
-from tilewise.bench.revision import revision
+from tilewise.bench.stamp import stamp
 from tilewise.bench.team import Team
 from tilewise.explanation import size
 
@@ -171,10 +169,7 @@ def results(
         record.update(roofline.fractions(record, roof))
     return {
         "schema": SCHEMA,
-        "tilewise": __version__,
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "machine": {**machine.describe(options.get("device", "cpu"), options.get("threads")), **asdict(roof)},
-        "source": revision(),
+        **stamp({**machine.describe(options.get("device", "cpu"), options.get("threads")), **asdict(roof)}),
         "options": options,
         "missing": {name: public(reason) for name, reason in missing.items()},
         "records": records,

@@ -9,7 +9,7 @@ from importlib import import_module
 
 from tilewise._version import __version__
 
-COMMANDS = ("demo", "doctor", "plan", "explain", "bench", "warmup", "tune", "build")
+COMMANDS = ("demo", "doctor", "plan", "explain", "lab", "bench", "warmup", "tune", "build")
 
 
 class UserError(Exception):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewise.cli import UserError
+from tilewise.cli import UserError, bench_report
 from tilewise.cli.bench_options import (
     check_gpu,
     check_kernel,
@@ -94,10 +94,14 @@ def add_parser(commands: Any) -> None:
     add("--json", metavar="FILE", help="write every number")
     add("--plot", metavar="FILE.png", help="draw speed and memory; a folder takes a picture a type and pass")
     add("--from", dest="source", metavar="FILE", help="show or plot the results in this JSON file; nothing is run")
+    bench_report.add_options(parser, suite)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.report is not None:
+        return bench_report.run(args)
+    bench_report.refuse_its_options(args)
     if args.cpu is not None:
         from tilewise.cli import bench_cpu
 

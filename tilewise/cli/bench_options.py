@@ -61,9 +61,9 @@ def check_gpu(option: str) -> None:
         raise UserError(f"{option} needs PyTorch with CUDA and an NVIDIA GPU; this PyTorch sees none")
 
 
-def check_matplotlib() -> None:
+def check_matplotlib(option: str = "--plot") -> None:
     if find_spec("matplotlib") is None:
-        raise UserError("--plot needs matplotlib; pip install matplotlib")
+        raise UserError(f"{option} needs matplotlib; pip install matplotlib")
 
 
 def check_writable(option: str, target: str) -> None:

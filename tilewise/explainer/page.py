@@ -7,7 +7,6 @@ import html
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from tilewise.explainer import generated, places, sources
 from tilewise.explainer.record import Numbers, Recording, Step
 from tilewise.schedule import Plan
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.steps import STEPS
+from tilewise.web import template
 
 MOST_BYTES = 1_400_000  # of recorded numbers in a page: with all else it stays below 2 MB
 ASSETS = Path(__file__).with_name("assets")
@@ -53,7 +54,7 @@ def payload(spec: Attention, made: Recording, asked: Mapping[str, Any], timeline
         "lse": _packed(made.done.lse),
         "formulas": generated.formulas(spec),
         "code": generated.code(spec),
-        "labels": list(sources.STEPS.items()),
+        "labels": list(STEPS.items()),
         "sources": {name: [asdict(x) for x in sources.sections(name)] for name in sources.FILES},
         "places": [asdict(x) for x in places.placements(spec, shape, tile)],
         "timeline": dict(timeline),
@@ -64,26 +65,18 @@ def page(data: Mapping[str, Any], live: bool = False) -> str:
     """The document. live: with controls that ask the server it came from for other recordings."""
     filled = {
         "version": __version__,
-        "style": _asset("page.css"),
-        "script": "\n".join(map(_asset, SCRIPTS)),
+        "style": template.style(ASSETS / "page.css"),
+        "script": template.script(*(ASSETS / name for name in SCRIPTS)),
         "connect": "'self'" if live else "'none'",
         "mode": "live" if live else "saved",
         "title": html.escape(data["asked"]["mask"] or "full attention"),
         "data": to_json(data).replace("<", "\\u003c"),  # or a text in it could end the script
     }
-    text = _asset("page.html")
-    for name, value in filled.items():
-        text = text.replace(f"{{{{{name}}}}}", value, 1)
-    return text
+    return template.filled(ASSETS / "page.html", filled)
 
 
 def to_json(data: Mapping[str, Any]) -> str:
     return json.dumps(data, separators=(",", ":"), allow_nan=False)
-
-
-@cache
-def _asset(name: str) -> str:
-    return (ASSETS / name).read_text(encoding="utf-8")
 
 
 def _call(shape: Shape, tile: Tile, head: int) -> dict[str, Any]:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import tilewise
+from tilewise.steps import starts
 
-STEPS = {
-    "1": "load q",
-    "loop": "for each kv tile of the schedule",
-    "2": "s = q @ k.T",
-    "3": "score",
-    "4": "mask (PARTIAL tiles only)",
-    "5": "row_max, rescale, p, row_sum",
-    "6": "acc = acc * rescale + p @ v",
-    "7": "finish: acc / row_sum, lse",
-}
 FILES = {
     "numpy": ("numpy/forward.py", "../softmax.py"),
     "cpu": ("cpu/engine/forward.h",),
@@ -34,7 +24,6 @@ FILES = {
     "tilelang": ("tilelang/source/forward.py",),
 }
 _KERNELS = Path(tilewise.__file__).with_name("kernels")
-_LABEL = re.compile(r"\s*(?:#|//) (?:(?P<step>[1-7]) (?=[a-z])|(?P<loop>for each k))")
 
 
 @dataclass(frozen=True)
@@ -55,26 +44,9 @@ def sections(name: str) -> list[Section]:
 
 def _cut(file: str, text: str) -> Iterator[Section]:
     lines = text.splitlines()
-    starts = [(0, ""), *_starts(lines), (len(lines), "")]
-    for (first, step), (end, _) in pairwise(starts):
+    bounds = [(0, ""), *starts(lines), (len(lines), "")]
+    for (first, step), (end, _) in pairwise(bounds):
         while first < end and not lines[first].strip():
             first += 1
         if first < end:
             yield Section(step, file, first + 1, "\n".join(lines[first:end]).rstrip())
-
-
-def _starts(lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Where a section begins: at a label, and where a line stands further left than the label before it."""
-    step, indent = "", 0
-    for number, line in enumerate(lines):
-        label = _LABEL.match(line)
-        if label is not None:
-            step, indent = label["step"] or "loop", _indent(line)
-            yield number, step
-        elif step and line.strip() and not line.startswith("#") and _indent(line) < indent:  # "#pragma" is no end
-            step = ""
-            yield number, step
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())

@@ -14,6 +14,7 @@ from tilewise.kernels.cuda.rungs import ForwardSm90
 from tilewise.kernels.cuda.simulator import Did, Event, Order
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.steps import STEPS
 from tilewise.walking import nodes
 
 RUNG = "forward_sm90"
@@ -98,7 +99,7 @@ def _span(first: Event, last: Event, names: Names) -> Span:
         return Span(COPIES, "copy", first.round, last.round, label)
     if first.did == Did.PRODUCT_ISSUED:
         step = _step_of(first)
-        label = f"{step} {sources.STEPS[step]}" if step else "a product"
+        label = f"{step} {STEPS[step]}" if step else "a product"
         return Span(f"products of {role}", "product", first.round, last.round, label, step)
     waited_for = names.get(last.number, last.what.removesuffix(" at byte"))
     return Span(role, "waits", first.round, last.round, f"waits for {waited_for}")

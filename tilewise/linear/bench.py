@@ -18,6 +18,7 @@ import numpy as np
 
 from tilewise.api import attention
 from tilewise.bench import machine
+from tilewise.bench.stamp import stamp
 from tilewise.bench.table import columns
 from tilewise.linear.api import linear_attention
 from tilewise.linear.kernels.cpu import CHUNK
@@ -84,7 +85,7 @@ def expected_crossover(d: int) -> int:
 
 def results(rows: Sequence[Row], d: int, heads: int) -> dict[str, Any]:
     return {
-        "schema": SCHEMA, "machine": machine.describe(), "d": d, "heads": heads, "growth": growth(rows),
+        "schema": SCHEMA, **stamp(machine.describe()), "d": d, "heads": heads, "growth": growth(rows),
         "crossover": crossover(rows), "expected": expected_crossover(d), "records": [asdict(row) for row in rows],
     }  # fmt: skip
 

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tilewise.bench import machine
+from tilewise.bench.stamp import stamp
 from tilewise.bench.table import columns
 from tilewise.linear.api import linear_attention
 
@@ -29,6 +31,7 @@ def results(normalize: bool = False, repeat: int = 20) -> dict[str, Any]:
     name = torch.cuda.get_device_name()
     return {
         "schema": SCHEMA,
+        **stamp(machine.describe("cuda")),
         "gpu": name,
         "copy": _copy_rate(torch, repeat),
         "normalize": normalize,

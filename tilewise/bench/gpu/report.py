@@ -178,9 +178,7 @@ def summary(sections: dict[str, Results]) -> str:
 
 def conditions(results: Results) -> str:
     m = results["machine"]
-    parts = [machine.one_line(m), f"CUDA {m['cuda']}, cuDNN {m['cudnn']}, driver {m['driver']}"]
-    parts += [f"{name} {version}" for name, version in m["versions"].items() if version]
-    parts += [f"power limit {m['power_limit_w']} W"] if m["power_limit_w"] else []
+    parts = [machine.one_line(m), *machine.gpu_lines(m)]
     limits = f"measured: bfloat16 matmul {m['matmul_tflops']:.0f} TFLOP/s, copy {m['copy_gbs']:.0f} GB/s"
     exps = "" if m["exp_gops"] is None else f", {m['exp_gops']:.0f} G exp/s"
     quick = ["a quick run"] if results["options"]["quick"] else []

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
 from types import TracebackType
 from typing import Any
 
 from tilewise import dispatch
-from tilewise._version import __version__
 from tilewise.bench.contestants import OURS
 from tilewise.bench.gpu import counters, first
 from tilewise.bench.gpu.cases import DTYPE, Case
@@ -20,7 +18,7 @@ from tilewise.bench.gpu.suite import Section
 from tilewise.bench.gpu.timing import Settings
 from tilewise.bench.process import Child
 from tilewise.bench.refusal import RefusedError, public
-from tilewise.bench.revision import revision
+from tilewise.bench.stamp import stamp
 from tilewise.schedule import itemsize, plan
 from tilewise.spec import Attention, Shape
 
@@ -63,10 +61,7 @@ class Suite:
             watch(records, cases)
         return {
             "schema": SCHEMA,
-            "tilewise": __version__,
-            "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "machine": {**self._about, **limits},
-            "source": revision(),
+            **stamp({**self._about, **limits}),
             "method": self._method(section),
             "options": {"section": section.name, **options},
             "missing": {name: public(reason) for name, reason in missing.items()},

@@ -1,4 +1,4 @@
-// Colours come from the style sheet, so that dark and light are decided in one place.
+// Ramps of colours, and tables of numbers painted with them.
 
 const COLOUR_STOPS = {
   weights: {
@@ -10,8 +10,6 @@ const COLOUR_STOPS = {
     dark: ["#6aa8f5", "#2c5688", "#171b24", "#8a4a22", "#f59a5c"],
   },
 };
-
-const isDark = () => getComputedStyle(document.documentElement).colorScheme.trim() === "dark";
 
 function parsed(hex) {
   const number = parseInt(hex.trim().slice(1), 16);

@@ -148,11 +148,6 @@ function fillControls() {
 }
 
 // -- beginning ------------------------------------------------------------------------------------------------------
-function switchTheme() {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  repaint();
-}
-
 // What has its colours from scripts.
 function repaint() {
   buildGrid();
@@ -167,7 +162,7 @@ function begin() {
     play: toggle,
     next: () => go(view.at + 1),
     last: () => go(steps().length - 1),
-    theme: switchTheme,
+    theme: () => (switchTheme(), repaint()),
   };
   for (const [id, act] of Object.entries(clicks)) byId(id).addEventListener("click", act);
   byId("scrub").addEventListener("input", (event) => go(Number(event.target.value)));

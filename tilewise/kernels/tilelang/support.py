@@ -37,7 +37,7 @@ def too_much(spec: Attention, shape: Shape) -> str | None:
 
 
 def _types(shape: Shape, on_gpu: bool) -> str:
-    known, other = ", ".join(_DTYPES[on_gpu]), "triton" if on_gpu else "cpu"
+    known, other = ", ".join(_DTYPES[on_gpu]), "triton" if on_gpu and shape.dtype == "float32" else "cpu"
     why = "; its products of float32 are TF32's" if on_gpu and shape.dtype == "float32" else ""
     return f"it computes {known}, and the arrays are {shape.dtype}{why}; kernel={other!r} takes them"
 

@@ -83,6 +83,10 @@ class SimulationError(RuntimeError):
     """What a kernel did wrong, with the block, the thread and the line."""
 
 
+class CompileError(RuntimeError):
+    """What the C++ compiler says of a source."""
+
+
 class _Launch(ctypes.Structure):
     _fields_ = [
         ("grid", ctypes.c_uint), ("threads", ctypes.c_uint), ("shared_bytes", ctypes.c_uint),
@@ -245,5 +249,5 @@ def _made(name: str, make: Any) -> Path:
 def _run(command: list[str], folder: Path, result: str) -> Path:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"the C++ compiler failed on a CUDA source:\n{done.stderr.strip()[:4000]}")
+        raise CompileError(f"the C++ compiler failed on a CUDA source:\n{done.stderr.strip()[:4000]}")
     return folder / result

@@ -170,9 +170,9 @@ struct Shared {
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
-    // The key tile at hand: which one of which sequence and key head, and how many query tiles it meets; -1 if there are no
-    // more. The query tile at hand, of each stage of q. And of each stage of d_out, where what is added to d_q goes, and after
-    // how many other key tiles'.
+    // A key tile: which one of which sequence and key head, and how many query tiles it meets; -1 if there are no more. There
+    // is room for the one at hand and for the next. The query tile at hand, of each stage of q. And of each stage of d_out,
+    // where what is added to d_q goes, and after how many other key tiles'.
     struct Item {
         int j, sequence, b, hk, visits;
     };
@@ -183,11 +183,14 @@ struct Shared {
         int64 tile;
         int turn, unused;
     };
-    static_assert(sizeof(Item) <= MEETING - ITEM && Q_STAGES * sizeof(Meeting) <= ADDITION - MEETING &&
+    static_assert(2 * sizeof(Item) <= MEETING - ITEM && Q_STAGES * sizeof(Meeting) <= ADDITION - MEETING &&
                   O_STAGES * sizeof(Addition) <= END - ADDITION, "all have room");
-    __device__ __forceinline__ volatile Item& item() const { return *reinterpret_cast<volatile Item*>(memory + ITEM); }
-    __device__ __forceinline__ Item copy_of_item() const {
-        return {item().j, item().sequence, item().b, item().hk, item().visits};
+    __device__ __forceinline__ volatile Item& item(int place) const {
+        return reinterpret_cast<volatile Item*>(memory + ITEM)[place];
+    }
+    __device__ __forceinline__ Item copy_of_item(int place) const {
+        const volatile Item& at = item(place);
+        return {at.j, at.sequence, at.b, at.hk, at.visits};
     }
     __device__ __forceinline__ volatile Meeting& meeting(int stage) const {
         return reinterpret_cast<volatile Meeting*>(memory + MEETING)[stage];
@@ -210,12 +213,14 @@ struct Shared {
     __device__ __forceinline__ uint32 d_q_free(int storer) const { return barrier(15 + storer); }
     __device__ __forceinline__ uint32 table_full() const { return barrier(17); }
     __device__ __forceinline__ uint32 table_free() const { return barrier(18); }
+    __device__ __forceinline__ uint32 item_full(int place) const { return barrier(19 + place); }
+    __device__ __forceinline__ uint32 item_free(int place) const { return barrier(21 + place); }
 
     __device__ __forceinline__ void init_barriers() const {
         hw::mbarrier_init(v_full(), 1);
         hw::mbarrier_init(v_free(), CONSUMER_WARPS);
         hw::mbarrier_init(k_full(), 1);
-        hw::mbarrier_init(k_free(), CONSUMER_WARPS + 3);  // and who else reads the item: the loader of v, two storers
+        hw::mbarrier_init(k_free(), CONSUMER_WARPS);
         hw::mbarrier_init(d_s_free(), CONSUMER_WARPS);
         hw::mbarrier_init(table_full(), 1);
         hw::mbarrier_init(table_free(), CONSUMER_WARPS);
@@ -226,6 +231,8 @@ struct Shared {
             hw::mbarrier_init(d_out_free(stage), CONSUMER_WARPS + TURNS);  // and the storers that read the addition
             hw::mbarrier_init(tail(stage), 1);
             hw::mbarrier_init(d_q_free(stage), 1);
+            hw::mbarrier_init(item_full(stage), 1);
+            hw::mbarrier_init(item_free(stage), 3);  // who reads it beside consumers: the loader of v, two storers
         }
         hw::fence_mbarrier_init();
     }

@@ -15,7 +15,6 @@ struct Scores {
     uint32 keys = 0, steps = 0;  // key tiles and query tiles until now: stages and parities follow from them
     float s[QUERIES / 2], d_p[QUERIES / 2];
     float plain[variant::HAS_SLOPE ? QUERIES / 2 : 1];  // scores as they were, for their slopes
-    float2 shift[QUERIES / 8];
     uint32 p[QUERIES / 16][4], d_s[QUERIES / 16][4];  // narrowed, as products take them from registers
     bool is_partial = false;  // the query tile at hand
 
@@ -34,6 +33,7 @@ struct Scores {
     __device__ __forceinline__ int q_stage() const { return steps % Q_STAGES; }
     __device__ __forceinline__ int d_out_stage() const { return steps % O_STAGES; }
     __device__ __forceinline__ uint32 d_s_tile() const { return shared.d_s(steps % S_STAGES); }
+    __device__ __forceinline__ volatile Shared::Item& item() const { return shared.item(keys % 2); }
 
     // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys and queries
     template <int PARTS_DEPTH, bool ADD>
@@ -49,13 +49,15 @@ struct Scores {
         }
         hw::wgmma_commit();
     }
+    // s is on its way before anything of d_out is looked at.
     __device__ __forceinline__ void begin_s_and_d_p() {
         hw::mbarrier_wait(shared.q_full(q_stage()), steps / Q_STAGES % 2);
+        hw::wgmma_fence();
+        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));
         is_partial = shared.meeting(q_stage()).kind == PARTIAL;
         hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);
         clear_to_delta();
         hw::wgmma_fence();
-        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));
         multiply_rows<COLUMNS, true>(d_p, shared.v(), shared.d_out(d_out_stage()));
     }
     // The numbers of two neighbouring queries.
@@ -73,16 +75,11 @@ struct Scores {
         }
         hw::pin(d_p);
     }
-    __device__ __forceinline__ void read_shift() {
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; n++) shift[n] = two_of(shared.shift(q_stage()), n);
-    }
-
     // 3 score
     // 4 mask (PARTIAL tiles only)
     // 5 p, d_s. Rows that see no key, and those beyond the last query, are shifted by infinity: their weights are 0.
     __device__ __forceinline__ Work work() const {
-        const volatile Shared::Item& item = shared.item();
+        const volatile Shared::Item& item = this->item();
         const volatile Shared::Meeting& meeting = shared.meeting(q_stage());
         Work work;
         work.sequence = params.sequences[item.sequence];
@@ -97,7 +94,7 @@ struct Scores {
     template <class Act> __device__ __forceinline__ void for_each(Act act) {
         const Work work = this->work();
         const variant::Head head = variant::head(params, work);
-        const int tile = shared.item().j * TILE_K;
+        const int tile = item().j * TILE_K;
         const variant::Key key[2] = {variant::key(params, head, tile, first_key()),
                                      variant::key(params, head, tile, first_key() + 8)};
         uint32 cells[4];
@@ -129,7 +126,7 @@ struct Scores {
     }
     __device__ __forceinline__ void score() {
         if (!SCORED && !is_partial) return;
-        const int n_q = params.sequences[shared.item().sequence].n_q;  // of what is beyond, a variant may make anything
+        const int n_q = params.sequences[item().sequence].n_q;  // of what is beyond, a variant may make anything
         for_each([&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
                      const variant::Near& near) {
             if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
@@ -141,8 +138,12 @@ struct Scores {
     __device__ __forceinline__ void exponentiate() {
         const float scale = SCORED ? 1.0f : params.scale;
 #pragma unroll
-        for (int i = 0; i < QUERIES / 2; i++)
-            s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift[i / 4].y : shift[i / 4].x));
+        for (int n = 0; n < QUERIES / 8; n++) {
+            const float2 shift = two_of(shared.shift(q_stage()), n);
+#pragma unroll
+            for (int i = n * 4; i < n * 4 + 4; i++)
+                s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift.y : shift.x));
+        }
     }
     // d_s takes the place of s. delta is already subtracted.
     __device__ __forceinline__ void weigh() {
@@ -164,7 +165,6 @@ struct Scores {
     // p, while d_p is multiplied; then d_s.
     __device__ __forceinline__ void find_p() {
         begin_s_and_d_p();
-        read_shift();
         hw::wgmma_wait<1>();
         hw::pin(s);
         if (variant::HAS_SLOPE)
@@ -243,9 +243,9 @@ template <class Kernel> struct Consumer : Kernel {
     __device__ __forceinline__ void run() {
         while (true) {
             hw::mbarrier_wait(this->shared.k_full(), this->keys % 2);
-            if (__shfl_sync(~0u, this->shared.item().j, 0) < 0) return;
-            meet_queries(__shfl_sync(~0u, this->shared.item().visits, 0));
-            const Shared::Item item = this->shared.copy_of_item();
+            if (__shfl_sync(~0u, this->item().j, 0) < 0) return;
+            meet_queries(__shfl_sync(~0u, this->item().visits, 0));
+            const Shared::Item item = this->shared.copy_of_item(this->keys % 2);
             __syncwarp();  // all lanes have read the item
             this->arrive(this->shared.k_free());
             this->keys++;

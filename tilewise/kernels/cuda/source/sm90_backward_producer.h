@@ -18,7 +18,7 @@ struct Loader {
     const Params& params;
     const Shared& shared;
     const int number, lane;
-    uint32 tails = 0;
+    uint32 items = 0, tails = 0;  // until now: places and parities follow from them
     Ring<1> table_ring;
 
     __device__ __forceinline__ Loader(const Launch& launch, const Shared& shared)
@@ -82,36 +82,24 @@ struct Loader {
                             work.sequence.origin_q + work.first_query, others.x, others.y);
     }
 
+    // An item is taken once all queries of the one before are on their way, and looked up and told while they are met: it is
+    // room for its keys that this one waits for then, and nothing else.
     __device__ __forceinline__ void bring_keys_and_queries() {
-        Ring<1> k_ring;
         Ring<Q_STAGES> q_ring;
-        k_ring.parity = q_ring.parity = 1;  // all places are free
-        while (true) {
-            wait_together(shared.k_free(), k_ring.parity);
+        q_ring.parity = 1;  // all places are free
+        for (;; items++) {
             const int index = next_index();
-            volatile Shared::Item& told = shared.item();
-            if (index >= launch.items) {
-                if (lane == 0) told.j = -1;
-                if (lane == 0) hw::mbarrier_arrive(shared.k_full());
-                return;
-            }
-            const Shared::Item item = item_of(index);
-            const Sequence& sequence = params.sequences[item.sequence];
+            if (index >= launch.items) break;
+            Shared::Item item = item_of(index);
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
-            const int visits = count_of(at);
-            if (lane == 0) {
-                told.j = item.j;
-                told.sequence = item.sequence;
-                told.b = item.b;
-                told.hk = item.hk;
-                told.visits = visits;
-            }
+            item.visits = count_of(at);
+            tell(item);
+            bool is_met = at.next();
+            wait_together(shared.k_free(), items % 2 ^ 1);
             // 1 load k
-            load<TILE_K, K_PARTS>(shared.k(), &launch.k, shared.k_full(), sequence.k_begin + item.j * TILE_K, item.hk, item.b,
-                                  sequence.n_k - item.j * TILE_K);
-            k_ring.advance();
+            load_keys<K_PARTS>(shared.k(), &launch.k, shared.k_full(), item);
             // for each q tile of the schedule: q
-            while (at.next()) {
+            for (; is_met; is_met = at.next()) {
                 const Place place(at);
                 wait_together(shared.q_free(q_ring.stage), q_ring.parity);
                 volatile Shared::Meeting& meeting = shared.meeting(q_ring.stage);
@@ -126,26 +114,41 @@ struct Loader {
                 if (USES_TABLE) load_table(at, item);
             }
         }
+        tell({-1, 0, 0, 0, 0});
+        wait_together(shared.k_free(), items % 2 ^ 1);
+        if (lane == 0) hw::mbarrier_arrive(shared.k_full());
+    }
+    __device__ __forceinline__ void tell(const Shared::Item& item) const {
+        const int place = items % 2;
+        wait_together(shared.item_free(place), items / 2 % 2 ^ 1);
+        if (lane != 0) return;
+        volatile Shared::Item& told = shared.item(place);
+        told.j = item.j;
+        told.sequence = item.sequence;
+        told.b = item.b;
+        told.hk = item.hk;
+        told.visits = item.visits;
+        hw::mbarrier_arrive(shared.item_full(place));
+    }
+    template <int PARTS>
+    __device__ __forceinline__ void load_keys(uint32 to, const TensorMap* map, uint32 full, const Shared::Item& item) {
+        const Sequence& sequence = params.sequences[item.sequence];
+        const int first = item.j * TILE_K;
+        load<TILE_K, PARTS>(to, map, full, sequence.k_begin + first, item.hk, item.b, sequence.n_k - first);
     }
 
     __device__ __forceinline__ void bring_values() {
-        Ring<1> k_ring;
-        Ring<1> v_ring;
         Ring<O_STAGES> o_ring;
-        v_ring.parity = o_ring.parity = 1;
-        while (true) {
-            wait_together(shared.k_full(), k_ring.parity);
-            const Shared::Item item = shared.copy_of_item();
+        o_ring.parity = 1;
+        for (;; items++) {
+            wait_together(shared.item_full(items % 2), items / 2 % 2);
+            const Shared::Item item = shared.copy_of_item(items % 2);
             if (item.j < 0) return;
             __syncwarp();  // all lanes have read the item
-            if (lane == 0) hw::mbarrier_arrive(shared.k_free());
-            k_ring.advance();
-            wait_together(shared.v_free(), v_ring.parity);
-            v_ring.advance();
+            if (lane == 0) hw::mbarrier_arrive(shared.item_free(items % 2));
+            wait_together(shared.v_free(), items % 2 ^ 1);
             // 1 load v
-            const Sequence& sequence = params.sequences[item.sequence];
-            load<TILE_K, O_PARTS>(shared.v(), &launch.v, shared.v_full(), sequence.k_begin + item.j * TILE_K, item.hk, item.b,
-                                  sequence.n_k - item.j * TILE_K);
+            load_keys<O_PARTS>(shared.v(), &launch.v, shared.v_full(), item);
             // for each q tile of the schedule: d_out
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             while (at.next()) {
@@ -180,16 +183,14 @@ struct Storer {
         : launch(launch), shared(shared), number(number), leads(threadIdx.x % 32 == 0) {}
 
     __device__ __forceinline__ void run() const {
-        Ring<1> k_ring;
         uint32 step = WIDE ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
-        while (true) {
-            hw::mbarrier_wait(shared.k_full(), k_ring.parity);
-            const int j = shared.item().j;
-            steps += shared.item().visits;
+        for (uint32 items = 0;; items++) {
+            wait_together(shared.item_full(items % 2), items / 2 % 2);
+            const int j = shared.item(items % 2).j;
+            steps += shared.item(items % 2).visits;
             if (j < 0) return;
             __syncwarp();  // all lanes have read the item
-            if (leads) hw::mbarrier_arrive(shared.k_free());
-            k_ring.advance();
+            if (leads) hw::mbarrier_arrive(shared.item_free(items % 2));
             for (; int(steps - step) > 0; step += WIDE ? 1 : 2) add(step);
         }
     }

@@ -1,0 +1,1 @@
+"""What the pages are made with: pictures, tables, and the site."""

@@ -1,0 +1,61 @@
+"""Blocks of queries and keys: which there are, who sees what in one, and how many need not be computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tilewise.arrays import Array
+from tilewise.lab.checks import whole
+
+# What a block of queries may see of a block of keys: True is every key, False is none (skip it), an array says which.
+Visible = Callable[[slice, slice], "Array | bool"]
+
+
+class Blocks(NamedTuple):
+    """How many (query block, key block) pairs there are, and how many were computed and skipped."""
+
+    total: int
+    computed: int
+    skipped: int
+
+
+def count_blocks(n_q: int, n_kv: int, block_q: int, block_kv: int, causal: bool) -> Blocks:
+    """The block pairs of an attention and, if causal, how many of them are skipped: counted without visiting any.
+
+    The last query of block i sees keys up to (i + 1) * block_q - 1 + n_kv - n_q; a block that starts later is skipped.
+    """
+    n_q, n_kv = whole("n_q", n_q, least=0), whole("n_kv", n_kv, least=0)
+    block_q, block_kv = whole("block_q", block_q), whole("block_kv", block_kv)
+    blocks_q, blocks_kv = -(-n_q // block_q), -(-n_kv // block_kv)
+    total = blocks_q * blocks_kv
+    if not causal:
+        return Blocks(total, total, 0)
+    last_keys = (min((i + 1) * block_q, n_q) - 1 + n_kv - n_q for i in range(blocks_q))
+    computed = sum(max(0, last_key // block_kv + 1) for last_key in last_keys)
+    return Blocks(total, computed, total - computed)
+
+
+def blocks(n: int, size: int) -> Iterator[slice]:
+    """0 to n in slices of `size`; the last one may be shorter."""
+    return (slice(start, min(start + size, n)) for start in range(0, n, size))
+
+
+def visible_dense(mask: Array, rows: slice, cols: slice) -> Array | bool:
+    """What a block sees of a mask (n_q, n_k)."""
+    block = mask[rows, cols]
+    return True if block.all() else block if block.any() else False
+
+
+def visible_causal(offset: int, rows: slice, cols: slice) -> Array | bool:
+    """What the queries `rows` may see of the keys `cols`, where query i sees the keys up to i + offset.
+
+    False: nothing, the block is skipped. True: everything, no mask is needed. Else booleans (rows, cols).
+    """
+    if rows.stop - 1 + offset < cols.start:  # not even the last query sees the first key
+        return False
+    if rows.start + offset >= cols.stop - 1:  # even the first query sees the last key
+        return True
+    return np.arange(cols.start, cols.stop) <= np.arange(rows.start, rows.stop)[:, None] + offset
