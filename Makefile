@@ -91,6 +91,7 @@ pictures: $(VENV)/.test
 	$(BIN)/tilewise bench --gpu --from results/gpu --plot results/gpu >/dev/null
 	$(BIN)/python tests/train_gpu.py results/gpu/training.json --plot results/gpu/training.png --draw
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/scaling.py
 
 # A warning is an error: a link that leads nowhere, a page that no menu has.
 site: $(VENV)/.docs

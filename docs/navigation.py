@@ -11,5 +11,5 @@ NAVIGATION = {
     ),
     "Use": ("cookbook", "support", "contract"),
     "Learn by doing": ("lab", "explain", "simulator"),
-    "Inside": ("design", "extending", "performance", "report"),
+    "Inside": ("design", "extending", "performance", "scaling", "report"),
 }

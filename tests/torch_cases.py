@@ -63,7 +63,7 @@ def example(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Exa
         operands = [
             drawn(s.batch, s.heads, s.n_q, s.d), drawn(s.batch, 1, s.n_k, s.d), drawn(s.batch, 1, s.n_k, s.d_v)
         ]  # fmt: skip
-    options = {key: _with_tensors(value, tensor) for key, value in given.items()}
+    options = {key: with_tensors(value, tensor) for key, value in given.items()}
     return Example(_packed if packed else tw.attention, operands, options, learned)
 
 
@@ -71,7 +71,7 @@ def _packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -
     return tw.attention_varlen(q, k, v, *LENGTHS, **options)
 
 
-def _with_tensors(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
+def with_tensors(value: Any, tensor: Callable[[Any], torch.Tensor]) -> Any:
     if isinstance(value, np.ndarray):
         return tensor(value)
     if not isinstance(value, Expr):

@@ -22,6 +22,8 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
     rope: q and k are turned by their positions.  causal, mask, score, scale: as `tw.attention` takes them; whatever a
     call gives takes their place.  sinks: a learned logit per query head that joins each row sum.
     kernel: of attention, as `tw.attention` takes it.
+    mesh, layout, method: x is this rank's part of sequences that the ranks of the mesh share, as
+    `tilewise.parallel.attention` takes them.
     """
 
     def __init__(
@@ -39,6 +41,9 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         scale: float | None = None,
         sinks: bool = False,
         kernel: str = "auto",
+        mesh: Any = None,
+        layout: Any = "contiguous",
+        method: str = "auto",
         device: Any = None,
         dtype: Any = None,
     ) -> None:
@@ -47,6 +52,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         check_heads(heads, self.heads_k)
         self.head_dim = _head_dim(features, heads) if head_dim is None else head_dim
         self.rope, self.kernel = rope, kernel
+        self.ranks = None if mesh is None else {"mesh": mesh, "layout": layout, "method": method}
         self.options = {"causal": causal, "mask": mask, "score": score, "scale": scale}
         columns = (heads + 2 * self.heads_k) * self.head_dim
         self.qkv = nn.Linear(features, columns, bias=bias, device=device, dtype=dtype)
@@ -67,10 +73,14 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         if cache is not None and rope is not None and rope.positions is None:
             rope = _behind(rope, cache, x.shape[1])
         q, k, v = fused_qkv_projection(
-            x, self.qkv.weight.T, self.qkv.bias, heads=self.heads, heads_k=self.heads_k, d=self.head_dim, rope=rope
-        )
+            x, self.qkv.weight.T, self.qkv.bias, heads=self.heads, heads_k=self.heads_k, d=self.head_dim,
+            rope=rope if self.ranks is None else None,
+        )  # fmt: skip
         how = {"sinks": self.sinks, "kernel": self.kernel, **self.options, **options}
-        done = attention(q, k, v, **how) if cache is None else decode(q, cache, k=k, v=v, **how)
+        if self.ranks is not None:
+            done = _over_ranks(q, k, v, cache, rope=rope, **self.ranks, **how)
+        else:
+            done = attention(q, k, v, **how) if cache is None else decode(q, cache, k=k, v=v, **how)
         return self.out(done.transpose(1, 2).flatten(2))
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -83,6 +93,16 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         said = {"heads": self.heads, "heads_k": self.heads_k, "head_dim": self.head_dim, "rope": self.rope}
         said |= {name: value for name, value in self.options.items() if value is not False}
         return ", ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+
+
+def _over_ranks(q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, **how: Any) -> Tensor:
+    """Where rows stand in the whole sequence is known there, and turns q and k."""
+    from tilewise import parallel  # which needs PyTorch's distributed engine
+
+    if cache is not None:
+        raise ValueError("cache: a module with a mesh trains on whole sequences; make one without to decode")
+    done: Tensor = parallel.attention(q, k, v, **how)
+    return done
 
 
 def _behind(rope: Rope, cache: Cache, n: int) -> Rope:

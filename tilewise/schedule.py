@@ -320,6 +320,12 @@ def _classify(plan: Plan, edges_q: Array, edges_k: Array) -> Array:
     return np.broadcast_to(kinds, grid).astype(np.uint8)
 
 
+def blocks(spec: Attention, shape: Shape, edges_q: Array, edges_k: Array) -> Array:
+    """The kinds of blocks of any size, (batch or 1, heads or 1, blocks, blocks): block i has queries edges_q[i] to
+    edges_q[i + 1]. An array that is read in the mask is looked at anew."""
+    return _classify(Plan(shape, Tile(1, 1), live_expression(spec)), edges_q, edges_k)
+
+
 def _compress(kinds: Array) -> tuple[Array, Array]:
     """Runs of equal kind along the last axis, EMPTY ones dropped: (runs, 3), and how many in each row."""
     rows, cols = kinds.reshape(-1, kinds.shape[-1]), kinds.shape[-1]

@@ -52,6 +52,7 @@ GPU_SECTIONS = (
     "first",
 )
 _CPU_HELP = f"the CPU engine's suite, with its targets: {', '.join(CPU_SECTIONS)}, or all of them"
+_PARALLEL_HELP = "attention over so many processes of this machine, and the bytes that they send (1 2)"
 _GPU_HELP = f"the GPU kernels' suite, with its targets: {', '.join(GPU_SECTIONS)}, or all of them"
 
 
@@ -85,6 +86,7 @@ def add_parser(commands: Any) -> None:
     suite = parser.add_mutually_exclusive_group()
     suite.add_argument("--cpu", nargs="*", choices=CPU_SECTIONS, metavar="SECTION", help=_CPU_HELP)
     suite.add_argument("--gpu", nargs="*", choices=GPU_SECTIONS, metavar="SECTION", help=_GPU_HELP)
+    suite.add_argument("--parallel", nargs="*", metavar="RANKS", help=_PARALLEL_HELP)
     suite.add_argument(
         "--linear", action="store_true", help="linear attention beside causal softmax attention, by length"
     )
@@ -108,6 +110,10 @@ def run(args: argparse.Namespace) -> int:
         from tilewise.cli import bench_gpu
 
         return bench_gpu.run(args)
+    if args.parallel is not None:
+        from tilewise.cli import bench_parallel
+
+        return bench_parallel.run(args)
     _check_targets(args)
     if args.linear:
         from tilewise.cli import bench_linear

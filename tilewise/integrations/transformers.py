@@ -33,14 +33,17 @@ except ImportError as error:
     ) from error
 
 
-def register(name: str = "tilewise", kernel: str = "auto") -> None:
+def register(name: str = "tilewise", kernel: str = "auto", *, mesh: Any = None, layout: Any = "contiguous") -> None:
     """Let transformers know Tilewise: from now on models take attn_implementation=name, in this process.
 
     kernel: the kernel system that computes, as in tw.attention.
+    mesh, layout: models are given this rank's part of sequences that the ranks of the mesh share, and of their
+    position_ids (parallel.positions) and padding, as `tilewise.parallel.attention` takes them.
     """
     check_name(kernel)
-    AttentionInterface.register(name, partial(attend, kernel=kernel))
-    AttentionMaskInterface.register(name, make_mask)
+    ranks = None if mesh is None else {"mesh": mesh, "layout": layout}
+    AttentionInterface.register(name, partial(attend, kernel=kernel, ranks=ranks))
+    AttentionMaskInterface.register(name, partial(make_mask, ranks=ranks))
 
 
 # -- masks ------------------------------------------------------------------------------------------------------------
@@ -92,6 +95,7 @@ def make_mask(
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
     attention_mask: Any = None,
+    ranks: Any = None,
     **options: Any,
 ) -> Any:
     """The mask of one forward pass: a Mask, a boolean tensor, or None if nothing is masked.
@@ -101,14 +105,25 @@ def make_mask(
     padding.  options: what transformers tells its own implementations.
     """
     by_tensors = partial(sdpa_mask, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    if q_length == 1:  # a row of keys is as small as the padding is; decoding may be compiled, which tensors suit best
+    # A row of keys is as small as the padding is; decoding may be compiled, which tensors suit best.
+    if q_length == 1 and ranks is None:
         return by_tensors(**options)
+    if ranks is not None and (q_length != kv_length or kv_offset):
+        raise Unsupported(
+            f"past_key_values: ranks share whole sequences, and here are {q_length} queries for {kv_length} keys; pass "
+            "use_cache=False, or register() without a mesh to generate"
+        )
     query, key = _positions(q_length, kv_length, q_offset, kv_offset)
     try:
         mask = from_mask_mod(lambda b, *_: mask_function(b, constant(0), query, key))  # heads share a mask
     except (TypeError, AttributeError):  # it does what no expression can: only its values are left
+        if ranks is not None:
+            raise Unsupported(
+                "attention_mask: this model's mask is no expression, so that ranks, which have a part of the sequence "
+                'each, cannot know it; register() without a mesh, or load the model with attn_implementation="sdpa"'
+            ) from None
         return by_tensors(**options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-    counts = _padding(attention_mask, kv_length, kv_offset)
+    counts = _padding(attention_mask, kv_length, kv_offset, ranks)
     if counts is not None:
         mask = mask & load(counts, B, K)
     return Mask(mask, (batch_size, 1, q_length, kv_length))
@@ -128,14 +143,18 @@ def _shifted(position: Expr, by: int) -> Expr:
     return position + by if by else position
 
 
-def _padding(attention_mask: Any, kv_length: int, kv_offset: int) -> Any:
-    """Which keys count, (batch, keys), or None if all do."""
+def _padding(attention_mask: Any, kv_length: int, kv_offset: int, ranks: Any = None) -> Any:
+    """Which keys count, (batch, keys), or None if all do. Masks read arrays of the whole sequence."""
     if attention_mask is None:
         return None
     missing = kv_offset + kv_length - attention_mask.shape[-1]
     if missing > 0:  # a static cache has room for keys to come
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
     counts = attention_mask[:, kv_offset : kv_offset + kv_length]
+    if ranks is not None:
+        from tilewise import parallel
+
+        counts = parallel.unshard(counts.to(torch.uint8), dim=1, **ranks).bool()
     return None if not is_tracing(counts) and counts.all() else counts
 
 
@@ -155,6 +174,7 @@ def attend(
     position_bias: Any = None,
     s_aux: Any = None,
     kernel: str = "auto",
+    ranks: Any = None,
     **options: Any,
 ) -> tuple[Any, None]:
     """The attention of one layer. query: (batch, heads, n, d); key and value have as many heads, or fewer. The result
@@ -165,8 +185,15 @@ def attend(
         mask = K <= Q  # keys beyond the queries are room in a static cache, to be filled later
     score = _score(softcap, position_bias, added)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    out = attention(query, key, value, mask=mask, score=score, scale=scaling, sinks=s_aux, kernel=kernel)
+    how = {"mask": mask, "score": score, "scale": scaling, "sinks": s_aux, "kernel": kernel}
+    out = attention(query, key, value, **how) if ranks is None else _over_ranks(query, key, value, ranks, how)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _over_ranks(query: Any, key: Any, value: Any, ranks: Any, how: dict[str, Any]) -> Any:
+    from tilewise import parallel
+
+    return parallel.attention(query, key, value, **ranks, **how)
 
 
 def _refuse(module: Any, dropout: float, options: dict[str, Any]) -> None:

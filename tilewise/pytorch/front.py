@@ -10,6 +10,7 @@ from tilewise import arrays, dispatch, validate, wire
 from tilewise.pytorch import autograd, operator, repeat
 from tilewise.pytorch.constants import constant_on
 from tilewise.pytorch.repeat import Encoded
+from tilewise.spec import Attention
 
 
 def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, options: dict[str, Any]) -> Any:
@@ -51,9 +52,13 @@ def _encoded(q: Any, k: Any, v: Any, lengths: Any, kernel: str, options: dict[st
     if call.q.is_meta:  # the operator would answer with shapes; a caller asked for numbers
         dispatch.resolve(kernel, call.spec, call.shape)
     line, named = wire.encode(call.spec, kernel)
-    constants = {id(slot.array) for slot in call.spec.loaded if slot.constant}
-    tensors = [x if arrays.is_torch(x) else _tensor(x, call.q.device, id(x) in constants) for x in named]
-    return Encoded(call, line, named, tensors)
+    return Encoded(call, line, named, operands(call.spec, named, call.q.device))
+
+
+def operands(spec: Attention, named: list[Any], device: Any) -> list[Any]:
+    """The arrays that a line names, as the operator takes them."""
+    constants = {id(slot.array) for slot in spec.loaded if slot.constant}
+    return [x if arrays.is_torch(x) else _tensor(x, device, id(x) in constants) for x in named]
 
 
 def _tensor(x: Any, device: Any, is_constant: bool) -> Any:
