@@ -113,9 +113,10 @@ $(VENV)/.package: pyproject.toml setup.py | $(VENV)/bin/pip
 	@$(BIN)/pip install --quiet --editable .
 	@touch $@
 
+# pip has one processor: others compile the library meanwhile, which pip's own build then finds made.
 $(VENV)/.test: pyproject.toml setup.py | $(VENV)/bin/pip
 	@echo "Installing tilewise with its test dependencies (PyTorch is the large one)"
-	@$(BIN)/pip install --quiet --editable '.[test]'
+	@$(BUILD_ENGINE) & $(BIN)/pip install --quiet --editable '.[test]' || { wait; exit 1; }; wait
 	@touch $@ $(VENV)/.package
 
 $(VENV)/.docs: pyproject.toml setup.py | $(VENV)/bin/pip

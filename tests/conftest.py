@@ -1,9 +1,10 @@
-"""What all tests share: kernels that tests compile are kept in the build folder, not in the user's own cache; and they
-may be compiled as racecheck understands them."""
+"""What all tests share: kernels that tests compile are kept in the build folder, not in the user's own cache; they may
+be compiled as racecheck understands them; and those that Triton interprets take less of its time."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("TILEWISE_CACHE", str(Path(__file__).parent.parent / "build" / "cache"))
@@ -12,3 +13,8 @@ if os.environ.get("TILEWISE_EVERY_LANE") == "1":
     from tests.cuda import every_lane
 
     every_lane.install()
+
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None:
+    from tests.triton import quick_interpreter
+
+    quick_interpreter.install()

@@ -241,6 +241,10 @@ def main(arguments: list[str] | None = None) -> int:
     if reason is not None:
         print(f"--kernel {options.kernel}: {reason}", file=sys.stderr)
         return 2
+    if options.kernel.startswith("triton") and is_interpreted():
+        from tests.triton import quick_interpreter
+
+        quick_interpreter.install()
     seeds = range(options.seed, options.seed + options.cases)
     if options.only is not None:
         seeds = range(options.only, options.only + 1)

@@ -28,6 +28,7 @@ from tilewise.arrays import narrow
 from tilewise.expr import NK, NQ, H, K, Q, S
 
 HANG = 90.0  # seconds, after which a program says where it hangs and ends
+LONG = 6.0  # seconds of a call that is to be interrupted
 _fork = multiprocessing.get_context("fork")
 
 
@@ -72,10 +73,10 @@ def long_call(kernel: str, seconds: float, backward: bool = False) -> Callable[[
         return lambda: pullback(out)
 
     n, took = 512, 0.0
-    while took < 0.3:
+    while took < 0.1:
         n *= 2
         call = make(n)
-        took = min(_seconds(call) for _ in range(3))  # the first has threads to start; others may be disturbed
+        took = min(_seconds(call) for _ in range(2))  # the first has threads to start
     return make(int(n * (seconds / took) ** 0.5) + 1)
 
 
@@ -130,7 +131,7 @@ def fork_during_a_call(kernel: str) -> None:
     with ThreadPoolExecutor(3) as pool:
         busy = [pool.submit(keep_calling, i) for i in range(3)]
         try:
-            for i in range(80):
+            for i in range(40):
                 _in_child(lambda i=i: _check(work[i % len(work)]() == alone[i % len(work)]))
         finally:
             stop.set()
@@ -204,9 +205,10 @@ def little_memory(kernel: str) -> None:
 
 def interrupted(kernel: str, direction: str) -> None:
     """Ctrl-C ends a long call soon, and the next call works. The test sends it after the line "begun"."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background programs begin without one
     work = calls(kernel)[0]
     alone = work()
-    call = long_call(kernel, seconds=12.0, backward=direction == "backward")
+    call = long_call(kernel, seconds=LONG, backward=direction == "backward")
     _say("begun")
     began = time.perf_counter()
     try:
@@ -232,7 +234,7 @@ def idle(kernel: str) -> None:
 
 def interpreter_let_go(kernel: str) -> None:
     """Other Python threads run during a call."""
-    call = long_call(kernel, seconds=2.0)
+    call = long_call(kernel, seconds=1.0)
     done = threading.Event()
 
     def run() -> None:
@@ -240,7 +242,8 @@ def interpreter_let_go(kernel: str) -> None:
         done.set()
 
     thread = threading.Thread(target=run)
-    turns, longest, last = 0, 0.0, time.perf_counter()
+    turns, longest, began = 0, 0.0, time.perf_counter()
+    last = began
     thread.start()
     while not done.is_set():
         time.sleep(0.005)
@@ -248,7 +251,7 @@ def interpreter_let_go(kernel: str) -> None:
         turns, longest, last = turns + 1, max(longest, now - last), now
     thread.join()
     assert turns > 20, f"only {turns} turns"
-    assert longest < 0.7, f"{longest:.2f} s without a turn"
+    assert longest < (last - began) / 2, f"{longest:.2f} s without a turn, of {last - began:.2f} s"
 
 
 def few_threads(kernel: str, threads: str) -> None:
@@ -303,7 +306,7 @@ def exit_during_a_daemon_call(kernel: str) -> None:
 
 def exit_during_a_call(kernel: str) -> None:
     """The interpreter ends while a thread it waits for is inside a call."""
-    call = long_call(kernel, seconds=1.5)
+    call = long_call(kernel, seconds=1.0)
     threading.Thread(target=call).start()
     time.sleep(0.2)
 

@@ -34,7 +34,9 @@ def test_what_fails_and_what_does_not_end(tmp_path: Path, capsys: pytest.Capture
     (bad,) = prove_gpu.run([_python("bad", "print('FAILED here'); raise SystemExit(2)")], tmp_path, patience=60)
     assert not bad.held
     assert "bad: failed (2)" in capsys.readouterr().out
-    endless = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('7 cases in 1 s', flush=True)"
+    # A shell's background programs begin with Ctrl-C ignored.
+    heeds = "import signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    endless = f"{heeds}try: time.sleep(60)\nexcept KeyboardInterrupt: print('7 cases in 1 s', flush=True)"
     (left,) = prove_gpu.run([_python("endless", endless)], tmp_path, patience=2)
     assert not left.held
     told = capsys.readouterr().out

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+from zlib import crc32
 
 import pytest
 
@@ -35,6 +36,19 @@ def plant(monkeypatch: pytest.MonkeyPatch, files: Sequence[str], edits: dict[str
         texts[name] = texts[name].replace(old, new)
     monkeypatch.setattr(source, "_read", lambda folder, name: texts.get(name) or read(folder, name))
     monkeypatch.setattr(source, "_sources", Kept(512))
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    """As a test's parameters. Each is compiled and run for half a second or more: every other one by `make test`."""
+    marks = {0: (), 1: (pytest.mark.slow,)}
+    return [pytest.param(name, marks=marks[crc32(name.encode()) % 2]) for name in names]
+
+
+def check_all_can_be_planted(files: Sequence[str], mistakes: Mapping[str, Mistake]) -> None:
+    """Whichever are run: the sources still have what they replace."""
+    for mistake in mistakes.values():
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            plant(monkeypatch, files, mistake.edits)
 
 
 def told(check: Callable[[], None]) -> str:

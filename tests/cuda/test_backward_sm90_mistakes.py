@@ -7,7 +7,17 @@ from functools import partial
 import pytest
 
 from tests.cuda.backward_problems import FILES, LAST_FIRST, check, unwritten  # noqa: F401
-from tests.cuda.mistakes import EARLY, ISSUED, UNFENCED, WRONG, Mistake, expect_told, plant
+from tests.cuda.mistakes import (
+    EARLY,
+    ISSUED,
+    UNFENCED,
+    WRONG,
+    Mistake,
+    check_all_can_be_planted,
+    expect_told,
+    plant,
+    some,
+)
 from tests.cuda.test_ops import needs_compiler
 
 pytestmark = needs_compiler
@@ -356,7 +366,11 @@ def test_a_mistake_without_order_is_caught(mistake: str, monkeypatch: pytest.Mon
     expect_told(expected, partial(check, problem, name="unordered"))
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+def test_all_mistakes_can_be_planted() -> None:
+    check_all_can_be_planted(FILES, MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", some(MISTAKES))
 def test_a_mistake_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, problem, edits = MISTAKES[mistake]
     plant(monkeypatch, FILES, edits)

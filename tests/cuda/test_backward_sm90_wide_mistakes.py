@@ -7,7 +7,17 @@ from functools import partial
 import pytest
 
 from tests.cuda.backward_problems import WIDE_FILES, check, unwritten  # noqa: F401
-from tests.cuda.mistakes import EARLY, ISSUED, UNFENCED, WRONG, Mistake, expect_told, plant
+from tests.cuda.mistakes import (
+    EARLY,
+    ISSUED,
+    UNFENCED,
+    WRONG,
+    Mistake,
+    check_all_can_be_planted,
+    expect_told,
+    plant,
+    some,
+)
 from tests.cuda.test_ops import needs_compiler
 
 pytestmark = needs_compiler
@@ -104,7 +114,11 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+def test_all_mistakes_can_be_planted() -> None:
+    check_all_can_be_planted(WIDE_FILES, MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", some(MISTAKES))
 def test_a_mistake_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, problem, edits = MISTAKES[mistake]
     plant(monkeypatch, WIDE_FILES, edits)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.cuda.mistakes import SOUND, WRONG, Mistake, expect_told, plant, told
+from tests.cuda.mistakes import SOUND, WRONG, Mistake, check_all_can_be_planted, expect_told, plant, some, told
 from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, validate
 from tilewise.arrays import Array
@@ -253,7 +253,11 @@ MISTAKES: dict[str, Mistake] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+def test_all_mistakes_can_be_planted() -> None:
+    check_all_can_be_planted(FILES, MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", some(MISTAKES))
 def test_a_mistake_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, problem, edits = MISTAKES[mistake]
     plant(monkeypatch, FILES, edits)

@@ -89,18 +89,20 @@ def _compile(target: Target, kernel: Any, *args: Any, grid: Any, warmup: bool, *
         too_large.append(f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory, {options}, {constants}")
 
 
-def _call(spec: Attention, dtype: torch.dtype, d: int, basic: bool = False, n: int = 160) -> None:
+def _call(
+    spec: Attention, dtype: torch.dtype, d: int, basic: bool = False, n: int = 160, with_d_lse: bool = True
+) -> None:
     q, k, v = (torch.zeros(1, 4 // group, n, d, dtype=dtype) for group in (1, 2, 2))
     done = launch.forward(spec, q, k, v, None, basic)
     if not basic:
-        for d_lse in (None, done.lse):
+        for d_lse in (None, done.lse) if with_d_lse else (None,):
             launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), d_lse, None)
 
 
-def _refine(mask: Expr, dtype: torch.dtype, d: int) -> None:
+def _refine(mask: Expr, dtype: torch.dtype, d: int, with_d_lse: bool = True) -> None:
     """A mask of arrays that the host has not seen."""
     seen, arrays.is_elsewhere = arrays.is_elsewhere, arrays.is_torch
-    _call(Attention(0.1, mask), dtype, d)
+    _call(Attention(0.1, mask), dtype, d, with_d_lse=with_d_lse)
     arrays.is_elsewhere = seen
 
 
@@ -115,13 +117,14 @@ def _decode(spec: Attention, dtype: torch.dtype, d: int, page_size: int | None, 
     launch_decode.decode(spec, torch.zeros(1, 8, 2, d, dtype=dtype), cache, rope)
 
 
-def _project(dtype: torch.dtype, d: int, rope: tw.Rope | None) -> None:
+def _project(dtype: torch.dtype, d: int, rope: tw.Rope | None, any_strides: bool = True) -> None:
     x, w = torch.zeros(2, 160, 200, dtype=dtype), torch.zeros(200, 4 * d, dtype=dtype)
     turn = None if rope is None else rotation_on(x.device, rope, (range(160),), d)
     y = launch_projection.project(x, w, w[0], turn, 4, 3)
     launch_projection.gather(y, turn, 3)
-    launch_projection.project(x, w.T.contiguous().T, None, turn, 4, 3)
-    launch_projection.project(x[:, :150], w, None, turn, 4, 3)  # which no copy engine takes
+    if any_strides:
+        launch_projection.project(x, w.T.contiguous().T, None, turn, 4, 3)
+        launch_projection.project(x[:, :150], w, None, turn, 4, 3)  # which no copy engine takes
 
 
 def _turn(dtype: torch.dtype, d: int, rope: tw.Rope) -> None:
@@ -164,12 +167,11 @@ def _every_kernel(and_more: bool) -> None:
         load(bias, 0, H, Q, K, grad=True), load(np.zeros(9, np.float32), abs(Q - K), grad=True),
     ]  # fmt: skip
     _call(Attention(0.1, causal), torch.bfloat16, 64)
-    for score in scores:
-        _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
+    _call(Attention(0.1, causal, sum(scores, start=tw.S)), torch.bfloat16, 64, with_d_lse=False)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
     launch_plan._LEAST_VISITS = 0
-    _refine(causal & tw.document(torch.zeros(160, dtype=torch.int64)), torch.bfloat16, 64)
-    _project(torch.bfloat16, 128, tw.Rope())
+    _refine(causal & tw.document(torch.zeros(160, dtype=torch.int64)), torch.bfloat16, 64, with_d_lse=and_more)
+    _project(torch.bfloat16, 128, tw.Rope(), any_strides=and_more)
     _turn(torch.bfloat16, 128, tw.Rope())
     _decode(Attention(0.1), torch.bfloat16, 128, None)
     _decode(Attention(0.1), torch.float16, 80, 16, tw.Rope(24, interleaved=True))
@@ -179,6 +181,8 @@ def _every_kernel(and_more: bool) -> None:
 
 
 def _further(causal: Any, scores: list[Any]) -> None:
+    for score in scores:
+        _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
     for d in (64, 128, 256):  # plain calls, which have tiles of their own
         _call(Attention(0.1), torch.bfloat16, d)
     _call(Attention(0.1, causal, tw.S + scores[0] + scores[2]), torch.bfloat16, 128)

@@ -16,3 +16,8 @@ def table(s, out, place, loaded, group, n_q, n_k, FUNCTION: tl.constexpr, TILE: 
     first_batch, origin_q, origin_k, total_q, total_k, packed_q, packed_k = place
     told = (first_batch + b, h, h // group, origin_q, origin_k, total_q, total_k, packed_q, packed_k)
     tl.store(out + at, tl.zeros_like(values) + at_scores(FUNCTION, values, query, key, told, loaded), mask=inside)
+
+
+@triton.jit
+def fails(number):
+    tl.static_assert(number != number, "as it should")

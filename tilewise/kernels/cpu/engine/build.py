@@ -75,8 +75,8 @@ def compile_objects(sources: Path = ENGINE, objects: Path = OBJECTS, sanitize: s
     flags = [*FLAGS, *_platform_flags(), *(f"-DTILEWISE_HAVE_{name.upper()}" for name in sets if name != "portable")]
     if sanitize:
         flags += [*SANITIZE, f"-fsanitize={sanitize}"]
-    # The instruction sets come first: they take the longest.
-    units = {f"isa-{name}": ("isa.cpp", [*more, f"-DTILEWISE_ISA={name}"]) for name, more in sets.items()}
+    # The instruction sets come first, the widest before all: they take the longest.
+    units = {f"isa-{name}": ("isa.cpp", [*more, f"-DTILEWISE_ISA={name}"]) for name, more in reversed(sets.items())}
     units |= {path.stem: (path.name, []) for path in sorted(sources.glob("*.cpp")) if path.name != "isa.cpp"}
 
     def make_object(unit: str) -> Path:

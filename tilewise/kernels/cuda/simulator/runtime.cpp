@@ -223,7 +223,7 @@ void end_exchange() { current->exchanges++; }
 
 // -- races in shared memory -------------------------------------------------------------------------------------------
 
-struct Word {  // who last touched four bytes, and when; -2: several threads
+struct alignas(64) Word {  // who last touched four bytes, and when; -2: several threads
     int writer = -1, reader = -1, reader_warp = -1;
     unsigned written = 0, written_in_warp = 0, read = 0, read_in_warp = 0;
     SourceLine write_line{}, read_line{};
@@ -248,29 +248,33 @@ static void check_writer(const Word& word, const char* verb, SourceLine where) {
                         place(word.write_line) + ", and no barrier is between");
 }
 
+// Most words were written before the last barrier of the block, which settles it.
 void reads(const void* from, int bytes, SourceLine where) {
     check_shared(from, bytes, where);
-    for (uint32_t i = shared_offset(from) / 4; i < (shared_offset(from) + uint32_t(bytes)) / 4; i++) {
-        Word& word = words[i];
-        check_writer(word, "reads", where);
-        const unsigned in_warp = warps[size_t(current->warp())].generation;
-        const bool together = word.reader != -1 && word.read == block_generation && word.reader != current->number;
-        word.reader_warp = together && word.reader_warp != current->warp() ? -2 : current->warp();
-        word.reader = together ? -2 : current->number;
-        word.read = block_generation, word.read_in_warp = in_warp, word.read_line = where;
+    const int thread = current->number, warp = current->warp();
+    const unsigned now = block_generation, in_warp = warps[size_t(warp)].generation;
+    Word* const end = &words[(shared_offset(from) + uint32_t(bytes)) / 4];
+    for (Word* word = &words[shared_offset(from) / 4]; word < end; word++) {
+        if (word->written == now) check_writer(*word, "reads", where);
+        const bool together = word->reader != -1 && word->read == now && word->reader != thread;
+        word->reader_warp = together && word->reader_warp != warp ? -2 : warp;
+        word->reader = together ? -2 : thread;
+        word->read = now, word->read_in_warp = in_warp, word->read_line = where;
     }
 }
 
 void writes(const void* to, int bytes, SourceLine where) {
     check_shared(to, bytes, where);
-    for (uint32_t i = shared_offset(to) / 4; i < (shared_offset(to) + uint32_t(bytes)) / 4; i++) {
-        Word& word = words[i];
-        check_writer(word, "overwrites", where);
-        if (word.reader != -1 && word.reader != current->number && concurrent(word.reader_warp, word.read, word.read_in_warp))
-            fail(where, "race: it overwrites what another thread read at " + place(word.read_line) +
+    const int thread = current->number, warp = current->warp();
+    const unsigned now = block_generation, in_warp = warps[size_t(warp)].generation;
+    Word* const end = &words[(shared_offset(to) + uint32_t(bytes)) / 4];
+    for (Word* word = &words[shared_offset(to) / 4]; word < end; word++) {
+        if (word->written == now) check_writer(*word, "overwrites", where);
+        if (word->reader != -1 && word->reader != thread && concurrent(word->reader_warp, word->read, word->read_in_warp))
+            fail(where, "race: it overwrites what another thread read at " + place(word->read_line) +
                             ", and no barrier is between");
-        word.writer = current->number, word.write_line = where;
-        word.written = block_generation, word.written_in_warp = warps[size_t(current->warp())].generation;
+        word->writer = thread, word->write_line = where;
+        word->written = now, word->written_in_warp = in_warp;
     }
 }
 
