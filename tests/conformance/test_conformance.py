@@ -95,7 +95,7 @@ def test_backward_on_a_gpu(name: str, case: Case) -> None:
 
 
 # What is interpreted or simulated takes seconds each: of the variants, one in three at several tiles here, and of the
-# other cases every second in Triton and every third on the simulator, other ones for each of its kernels; all by
+# other cases every second, or every third by the simulated kernels that take any type, others by each; all by
 # `make test-all` and on a GPU. So are some packed gradients in Triton.
 LONG = ("triton", *dispatch.simulated_rungs())
 # What a compiler takes seconds for: a few of each kind here.
@@ -123,7 +123,7 @@ def _marked(run: Run, backward: bool) -> Any:
     is_long = packed or (run.system in LONG and shape == "several tiles")
     kept = run.case.variant == "bias over batch"  # a learned array, by every kernel
     left_out = is_long and not kept and (*VARIANTS, *PACKED_VARIANTS).index(run.case.variant) % 3 != 0
-    share = 2 if run.system == "triton" or run.case.magnitude != 1 else 3
+    share = 3 if run.system in ("cuda-sim/naive", "cuda-sim/tiled") and run.case.magnitude == 1 else 2
     is_sampled = run.system in LONG and (not is_long or run.case.magnitude != 1)
     left_out |= is_sampled and crc32(f"{run.system} | {run.case.name}".encode()) % share != 0
     if backward and run.system.startswith("cuda-sim/") and run.case.variant in LEARNED:
