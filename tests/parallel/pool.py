@@ -17,6 +17,7 @@ import torch.multiprocessing as multiprocessing
 from torch.distributed import DeviceMesh
 
 import tilewise as tw
+from tilewise import dispatch
 
 MESHES = {"2": [0, 1], "3": [0, 1, 2], "4": [0, 1, 2, 3], "2 x 2": [[0, 1], [2, 3]], "1": [0]}
 PATIENCE = 120  # seconds for an answer
@@ -88,8 +89,27 @@ def _free_port() -> int:
 
 
 def _serve(rank: int, size: int, port: int, timeout: float, meshes: bool, backend: str, pipe: Any) -> None:
+    try:
+        _join(rank, size, port, timeout, meshes, backend)
+    except Exception as error:  # the first test that asks is told, where a broken pipe would tell nothing
+        pipe.recv()
+        pipe.send(Failure(error))
+        return
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(function(*args))
+        except Exception as error:  # whatever it is, it is the test's to judge
+            pipe.send(Failure(error))
+
+
+def _join(rank: int, size: int, port: int, timeout: float, meshes: bool, backend: str) -> None:
     torch.set_num_threads(1)
-    tw.set_num_threads(1)
+    if dispatch.kernel("cpu").unavailable() is None:
+        tw.set_num_threads(1)
     store, patience = f"tcp://127.0.0.1:{port}", timedelta(seconds=timeout)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -98,12 +118,3 @@ def _serve(rank: int, size: int, port: int, timeout: float, meshes: bool, backen
         kind = "cuda" if backend == "nccl" else "cpu"
         able = {name: ranks for name, ranks in MESHES.items() if torch.tensor(ranks).max() < size}
         _meshes.update((name, DeviceMesh(kind, ranks)) for name, ranks in able.items())
-    while True:
-        try:
-            function, args = pipe.recv()
-        except EOFError:
-            return
-        try:
-            pipe.send(function(*args))
-        except Exception as error:
-            pipe.send(Failure(error))

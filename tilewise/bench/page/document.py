@@ -11,7 +11,7 @@ from tilewise._version import __version__
 from tilewise.bench import suite
 from tilewise.bench.gpu import suite as gpu_suite
 from tilewise.bench.page import against, drawing, glance, section
-from tilewise.bench.page.measurement import Run
+from tilewise.bench.page.measurement import Measurement, Run
 from tilewise.bench.page.parts import table
 from tilewise.web import template
 
@@ -63,8 +63,8 @@ def page(
 
 
 def _marker(compared: against.Comparison | None) -> Callable[..., str]:
-    def mark(m: object) -> str:
-        change = compared.changes.get(m) if compared is not None else None  # type: ignore[call-overload]
+    def mark(m: Measurement) -> str:
+        change = compared.changes.get(m) if compared is not None else None
         if change is None or not change.new.ours:
             return ""
         return change.verdict if change.verdict in (against.SLOWER, against.FASTER) else ""

@@ -29,7 +29,7 @@ from tilewise.kernels.cuda.source import ENTRY
 FOLDER = Path(__file__).parent
 _ALIGNMENT = 64  # of parameters: tensor maps need it
 COMPILERS = ("c++", "g++", "clang++")
-_RUNTIME = ("runtime.cpp", "hopper.cpp", "products.cpp")
+_RUNTIME = ("runtime.cpp", "races.cpp", "hopper.cpp", "products.cpp")
 _HEADERS = ("runtime.h", "async.h", "fiber.h")
 _RUNTIME_FLAGS = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden"]
 # Line tables, for faults; the compiler's checks of alignment and of arrays' bounds, which call runtime.cpp.

@@ -68,7 +68,7 @@ void note(Did did, SourceLine where, const char* what, int number) {
 
 // -- reports ----------------------------------------------------------------------------------------------------------
 
-static std::string place(SourceLine where) {
+std::string place(SourceLine where) {
     return where.line ? std::string(where.file) + ":" + std::to_string(where.line) : "";
 }
 
@@ -221,63 +221,6 @@ void warp_barrier(unsigned lanes, SourceLine where) {
 void* shuffle_slot(int lane) { return &exchanges[size_t(current->warp())].slots[current->exchanges & 1][lane]; }
 void end_exchange() { current->exchanges++; }
 
-// -- races in shared memory -------------------------------------------------------------------------------------------
-
-struct alignas(64) Word {  // who last touched four bytes, and when; -2: several threads
-    int writer = -1, reader = -1, reader_warp = -1;
-    unsigned written = 0, written_in_warp = 0, read = 0, read_in_warp = 0;
-    SourceLine write_line{}, read_line{};
-};
-static std::vector<Word> words;
-
-static void check_shared(const void* at, int bytes, SourceLine where) {
-    if (!is_shared(at, size_t(bytes))) fail(where, "outside shared memory");
-    if (reinterpret_cast<uintptr_t>(at) % uintptr_t(bytes)) fail(where, "not aligned to " + std::to_string(bytes) + " bytes");
-}
-
-// Whether nothing was waited for since: the whole block's barrier, or within a warp the warp's.
-static bool concurrent(int warp, unsigned block_time, unsigned warp_time) {
-    if (block_time != block_generation) return false;
-    return warp != current->warp() || warp_time == warps[size_t(current->warp())].generation;
-}
-
-static void check_writer(const Word& word, const char* verb, SourceLine where) {
-    if (word.writer < 0 || word.writer == current->number) return;
-    if (concurrent(word.writer / WARP, word.written, word.written_in_warp))
-        fail(where, std::string("race: it ") + verb + " what thread " + std::to_string(word.writer) + " wrote at " +
-                        place(word.write_line) + ", and no barrier is between");
-}
-
-// Most words were written before the last barrier of the block, which settles it.
-void reads(const void* from, int bytes, SourceLine where) {
-    check_shared(from, bytes, where);
-    const int thread = current->number, warp = current->warp();
-    const unsigned now = block_generation, in_warp = warps[size_t(warp)].generation;
-    Word* const end = &words[(shared_offset(from) + uint32_t(bytes)) / 4];
-    for (Word* word = &words[shared_offset(from) / 4]; word < end; word++) {
-        if (word->written == now) check_writer(*word, "reads", where);
-        const bool together = word->reader != -1 && word->read == now && word->reader != thread;
-        word->reader_warp = together && word->reader_warp != warp ? -2 : warp;
-        word->reader = together ? -2 : thread;
-        word->read = now, word->read_in_warp = in_warp, word->read_line = where;
-    }
-}
-
-void writes(const void* to, int bytes, SourceLine where) {
-    check_shared(to, bytes, where);
-    const int thread = current->number, warp = current->warp();
-    const unsigned now = block_generation, in_warp = warps[size_t(warp)].generation;
-    Word* const end = &words[(shared_offset(to) + uint32_t(bytes)) / 4];
-    for (Word* word = &words[shared_offset(to) / 4]; word < end; word++) {
-        if (word->written == now) check_writer(*word, "overwrites", where);
-        if (word->reader != -1 && word->reader != thread && concurrent(word->reader_warp, word->read, word->read_in_warp))
-            fail(where, "race: it overwrites what another thread read at " + place(word->read_line) +
-                            ", and no barrier is between");
-        word->writer = thread, word->write_line = where;
-        word->written = now, word->written_in_warp = in_warp;
-    }
-}
-
 // -- faults -----------------------------------------------------------------------------------------------------------
 
 static sigjmp_buf fault_exit;
@@ -329,7 +272,6 @@ __attribute__((used)) void __ubsan_handle_out_of_bounds_abort(Checked* where, ui
 static void begin_block(char* stacks) {
     for (Barrier& at : barriers) at = Barrier();
     for (Barrier& at : warps) at = Barrier();
-    for (Word& word : words) word = Word();
     pending.clear();
     block_generation = 0;
     rounds_of_asking = 0;
@@ -411,7 +353,8 @@ static void run_block(char* stacks) {
         current = &fibers[size_t(pending[0].thread)];
         fail(pending[0].where, "the block ends while this copy is under way: nobody waited for it");
     }
-    for (const Part& part : parts()) part.end();
+    for (const Part& part : parts())
+        if (part.end) part.end();
 }
 
 static void run_blocks(char* stacks) {
@@ -444,7 +387,6 @@ extern "C" __attribute__((visibility("default"))) const char* tilewise_simulate(
     fibers.resize(launch.threads);
     warps.resize((launch.threads + WARP - 1) / WARP);
     exchanges.resize(warps.size());
-    words.resize(launch.shared_bytes / 4 + 1);
 
     const size_t page = size_t(sysconf(_SC_PAGESIZE)), stack_bytes = launch.threads * STACK;
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS;

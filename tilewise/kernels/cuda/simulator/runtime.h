@@ -74,6 +74,7 @@ extern unsigned block_generation;  // how often all threads of the block have me
 uint64_t random_number();
 SourceLine nowhere();
 void note(Did did, SourceLine where, const char* what = "", int number = -1);
+std::string place(SourceLine where);  // its file and line, for a report
 [[noreturn]] void fail(SourceLine where, const std::string& message);
 void wait_until(std::function<bool()> is_over, SourceLine where, const char* what, int number,
                 std::function<std::string()> detail = {});
@@ -89,7 +90,7 @@ void later(SourceLine where, std::function<void()> work);
 // In any order when all blocks have ended: what the threads of a block did not wait for.
 void when_launch_ends(std::function<void()> work);
 
-// What a part of the simulator does when a block begins and when its threads have all ended.
+// What a part of the simulator does when a block begins and, if anything, when its threads have all ended.
 struct Part {
     void (*begin)();
     void (*end)();
