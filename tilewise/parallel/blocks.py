@@ -54,8 +54,15 @@ class Problem:
 
     def line(self, queries: range, keys: range) -> str:
         """The call on a part of the sequence, as the operator reads it: positions stay those of the whole."""
+        return self._line(self.spec, queries, keys)
+
+    def line_forward(self, queries: range, keys: range) -> str:
+        """The same of a forward pass, whose results are merged before they are rounded."""
+        return self._line(replace(self.spec, wide_out=True), queries, keys)
+
+    def _line(self, spec: Attention, queries: range, keys: range) -> str:
         where = Positions(queries.start, keys.start, self.shape.total_q, self.shape.total_k)
-        return wire.encode(replace(self.spec, positions=where), self.kernel)[0]
+        return wire.encode(replace(spec, positions=where), self.kernel)[0]
 
     def parts(self) -> list[tuple[range, slice]]:
         """This rank's ranges of queries, and where they lie in its shard."""
@@ -68,7 +75,7 @@ class Problem:
 
     def computed(self, x: Tensor) -> Tensor:
         """As kernels are given it. On the CPU half precision is computed in float32 anyway: asked for that, kernels
-        take no longer and round no partial result. On a GPU they are rounded before they are merged."""
+        take no longer and round no gradient of a part. On a GPU these are rounded before they are added."""
         widens = x.device.type == "cpu" and self.kernel in ("auto", "cpu", "numpy")
         return x.to(wide(x)) if widens else x
 
