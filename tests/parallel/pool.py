@@ -105,7 +105,7 @@ class Pool:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(5 if self.is_usable else 0)
+            process.join(2 if self.is_usable else 0)
             process.kill()
             process.join()
         self.folder.cleanup()
