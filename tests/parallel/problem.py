@@ -73,7 +73,7 @@ def _wrong(found: Any, alone: Any, exact: Any, dtype: str, roundings: int) -> st
         return None if found is alone else f"is {found}, alone {alone}"
     if (found.shape, found.dtype) != (alone.shape, alone.dtype):
         return f"is {found.dtype}, {tuple(found.shape)}, alone {alone.dtype}, {tuple(alone.shape)}"
-    band = roundings * max(ALLOWED[dtype], ALLOWED[arrays.dtype_name(alone)])  # an array may be of a coarser type than q
+    band = roundings * max(ALLOWED[dtype], ALLOWED[arrays.dtype_name(alone)])  # an array may be of a coarser type
     finite = exact.isfinite()
     found, alone, exact = (x.cpu().double() for x in (found, alone, exact))
     if not torch.equal(found[~finite], exact[~finite]):

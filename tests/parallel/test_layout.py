@@ -76,7 +76,7 @@ def test_what_a_rank_needs_has_every_key_that_it_sees(n: int, ranks: int, make: 
 
 
 @profile(40)
-@given(st.integers(0, 700), st.integers(1, 6), st.sampled_from(["contiguous", "zigzag", "balanced"]), st.sampled_from(MASKS))
+@given(st.integers(0, 700), st.integers(1, 6), st.sampled_from([*layout.NAMES, "balanced"]), st.sampled_from(MASKS))
 def test_what_goes_on_around_a_ring_is_what_those_ahead_need(n: int, ranks: int, name: str, mask: Any) -> None:
     """And of all pairs of ranks at once, how much that is."""
     made = balanced(n, ranks, pieces=3, mask=mask) if name == "balanced" else layout.named(name, n, ranks)

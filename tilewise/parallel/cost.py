@@ -146,10 +146,10 @@ def _swapped(shape: Shape, queries: Layout, keys: Layout, n: int) -> int:
 def _sends(found: Needs, sequence: str) -> Array:
     """(ranks, messages): rows of keys in each message that a rank sends; 0: there is none."""
     if sequence == "gather":
-        return found.rows.T
+        return np.transpose(found.rows)
     me, hops = np.arange(found.ranks)[:, None], np.arange(found.ranks - 1)
-    sends: Array = found.rows_beyond[hops + 1, (me - hops) % found.ranks]
-    return sends
+    around: Array = found.rows_beyond
+    return around[hops + 1, (me - hops) % found.ranks]
 
 
 def _held(found: Needs, sequence: str) -> int:

@@ -147,7 +147,8 @@ class Needs:
     @lazy
     def _ahead(self) -> Array:
         """(hops, key tiles): whether anyone from there on around the ring, as its owner counts, needs a tile."""
-        by_hop = self.needed[(self.keys.owner + np.arange(self.ranks)[:, None]) % self.ranks, np.arange(self.keys.count)]
+        at_hop = (self.keys.owner + np.arange(self.ranks)[:, None]) % self.ranks
+        by_hop = self.needed[at_hop, np.arange(self.keys.count)]
         later = np.logical_or.accumulate(by_hop[::-1])[::-1]
         return np.concatenate([later, np.zeros_like(later[:1])])
 

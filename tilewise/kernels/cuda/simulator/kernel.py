@@ -73,7 +73,8 @@ def _forward(
 ) -> Partial:  # fmt: skip
     shape = Shape.of(spec, q, k, v)
     stored = np.dtype(np.float32) if spec.wide_out else q.dtype
-    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), dtype=stored)  # as q lies, so that a caller's layout goes on
+    # As q lies, so that a caller's layout goes on.
+    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), dtype=stored)
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], np.float32)
