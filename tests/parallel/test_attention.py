@@ -87,6 +87,7 @@ def test_partial_results_of_kernels_for_gpus_are_merged_unrounded(pool: Pool) ->
     assert max(pool.run(_rounded_once, "cuda-sim/tiled")) < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(simulator.unavailable() is not None, reason="the simulator needs a C++ compiler")
 @pytest.mark.parametrize("rung", ["tiled", "forward_sm90"])
 def test_kernels_for_gpus(pool: Pool, rung: str) -> None:

@@ -148,8 +148,8 @@ def _sends(found: Needs, sequence: str) -> Array:
     if sequence == "gather":
         return np.transpose(found.rows)
     me, hops = np.arange(found.ranks)[:, None], np.arange(found.ranks - 1)
-    around: Array = found.rows_beyond
-    return around[hops + 1, (me - hops) % found.ranks]
+    around: Array = found.rows_beyond[hops + 1, (me - hops) % found.ranks]
+    return around  # noqa: RET504 - typed
 
 
 def _held(found: Needs, sequence: str) -> int:
