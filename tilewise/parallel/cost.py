@@ -149,7 +149,7 @@ def _sends(found: Needs, sequence: str) -> Array:
         return np.transpose(found.rows)
     me, hops = np.arange(found.ranks)[:, None], np.arange(found.ranks - 1)
     around: Array = found.rows_beyond[hops + 1, (me - hops) % found.ranks]
-    return around  # noqa: RET504 - typed
+    return around
 
 
 def _held(found: Needs, sequence: str) -> int:
