@@ -63,6 +63,11 @@ class Attention:
     positions: Positions = Positions()
     batch_invariant: bool = False
     rope: Rope | None = None  # q and k are turned by their positions first
+    wide_out: bool = False  # out is in the type computed with: a part of a result, which is merged before it is rounded
+
+    def out_dtype(self, dtype: str) -> str:
+        """What out is stored in, of operands of this type."""
+        return arrays.compute_dtype(dtype).name if self.wide_out else dtype
 
     @property
     def raw_scores(self) -> bool:

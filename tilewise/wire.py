@@ -39,7 +39,7 @@ def encode(spec: Attention, kernel: str) -> tuple[str, list[Any]]:
         said += [None if expr is None else repr(expr), tuple(place[id(array)] for array in reads)]
     said += _said_of_rope(spec.rope, given)
     lengths = [] if spec.lengths is None else [spec.lengths.q, spec.lengths.k]
-    line = _line(kernel, spec.scale, *said, bool(lengths), spec.positions, spec.batch_invariant)
+    line = _line(kernel, spec.scale, *said, bool(lengths), spec.positions, spec.batch_invariant, spec.wide_out)
     return line, [*given.values(), *lengths]
 
 
@@ -57,14 +57,14 @@ def _said_of_rope(rope: Rope | None, given: dict[int, Any]) -> list[Any]:
 @lru_cache(maxsize=_CACHE_SIZE)
 def _line(
     kernel: str, scale: float, mask: Any, mask_arrays: Any, score: Any, score_arrays: Any, rope: Any, rope_arrays: Any,
-    packed: bool, positions: Positions, batch_invariant: bool,
+    packed: bool, positions: Positions, batch_invariant: bool, wide_out: bool,
 ) -> str:  # fmt: skip
     said = {
         "kernel": kernel, "scale": scale,
         "mask": mask, "mask arrays": mask_arrays or None, "score": score, "score arrays": score_arrays or None,
         "rope": None if rope is None else dict(rope), "rope arrays": dict(rope_arrays) or None,
         "packed": packed or None, "positions": None if positions == Positions() else asdict(positions),
-        "batch_invariant": batch_invariant or None,
+        "batch_invariant": batch_invariant or None, "wide_out": wide_out or None,
     }  # fmt: skip
     return json.dumps({name: value for name, value in said.items() if value is not None})
 
@@ -80,6 +80,7 @@ class Template:
     packed: bool
     positions: Positions
     batch_invariant: bool
+    wide_out: bool
     rope: dict[str, Any] | None
     rope_places: dict[str, int]
 
@@ -91,7 +92,9 @@ class Template:
         rope = None
         if self.rope is not None:
             rope = Rope(**self.rope, **{name: given[i] for name, i in self.rope_places.items()})
-        return Attention(self.scale, mask, score, sinks, lengths, self.positions, self.batch_invariant, rope)
+        return Attention(
+            self.scale, mask, score, sinks, lengths, self.positions, self.batch_invariant, rope, self.wide_out
+        )
 
 
 def decode(line: str, given: Sequence[Any]) -> Template:
@@ -109,6 +112,11 @@ def score_arrays(line: str) -> list[int]:
 def is_packed(line: str) -> bool:
     """Whether the last two arrays are lengths."""
     return bool(_said(line).get("packed"))
+
+
+def has_wide_out(line: str) -> bool:
+    """Whether out is in the type computed with."""
+    return bool(_said(line).get("wide_out"))
 
 
 def ignores_batch(line: str) -> bool:
@@ -135,7 +143,7 @@ def _template(line: str, kinds: tuple[tuple[str, tuple[int, ...]], ...]) -> Temp
     )
     return Template(
         said["kernel"], said["scale"], mask, score, said.get("packed", False), Positions(**said.get("positions", {})),
-        said.get("batch_invariant", False), said.get("rope"), said.get("rope arrays", {}),
+        said.get("batch_invariant", False), said.get("wide_out", False), said.get("rope"), said.get("rope arrays", {}),
     )  # fmt: skip
 
 

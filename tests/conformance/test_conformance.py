@@ -17,7 +17,7 @@ from tilewise import arrays, dispatch, validate
 from tilewise.cases import PACKED_VARIANTS, VARIANTS, Case, conformance
 from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device, on_host
 from tilewise.dispatch import Kernel
-from tilewise.spec import Tile
+from tilewise.spec import Attention, Shape, Tile
 
 # Beside a system's own tile: smaller ones than the cases' shapes, wide and high, dividing nothing.
 TILES = dict.fromkeys(("numpy", "cpu"), (None, Tile(32, 48), Tile(61, 16)))
@@ -227,6 +227,48 @@ def test_a_wider_gradient_is_not_rounded_to_the_inputs_type(name: str, dtype: st
     grads = pullback(d_out)
     assert arrays.dtype_name(grads.v) == dtype
     assert np.all(arrays.widen(grads.v, np.float32) == 0.5)
+
+
+def _check_wide_out(name: str, dtype: str, device: str = "cpu") -> None:
+    """Parts of a result are merged before they are rounded: what a kernel rounds is what it hands out unrounded."""
+    case = Case("all at once", "ragged", dtype)
+    kernel = _kernel(name, case, backward=False, device=device)
+    if kernel is None:
+        return
+    call = on_device(case.inputs().call(), device)
+    wide = replace(call.spec, wide_out=True)
+    if kernel.unsupported(wide, call.shape) is not None:
+        with pytest.raises(tw.Unsupported, match=f"it rounds out to {dtype}, and parts of a result are merged"):
+            dispatch.resolve(name, wide, call.shape)
+        return
+    done = (kernel.forward(spec, call.q, call.k, call.v) for spec in (wide, call.spec))
+    (got, got_lse), (want, lse) = ([arrays.as_numpy(on_host(x)) for x in each] for each in done)
+    assert arrays.dtype_name(got) == "float32"
+    assert np.mean(arrays.narrow(got, dtype) != want) <= (0 if device == "cpu" else 0.01)  # compiled one by one there
+    assert np.allclose(got_lse, lse, rtol=1e-6)
+    assert np.mean(got != arrays.widen(want, np.float32)) > 0.9
+
+
+@pytest.mark.parametrize("name", [*SYSTEMS, "triton/basic", "tilelang-c"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_wide_out_is_what_is_rounded(name: str, dtype: str) -> None:
+    _check_wide_out(name, dtype)
+
+
+def test_systems_that_round_out_say_so() -> None:
+    from tilewise.kernels.cute.support import unsupported as by_cute
+    from tilewise.kernels.tilelang.support import unsupported as by_tilelang
+
+    spec, shape = Attention(1.0, wide_out=True), Shape(1, 2, 2, 128, 128, 64, 64, "bfloat16", "cuda:0")
+    for told in (by_cute(spec, shape, None, (9, 0)), by_tilelang(spec, shape, "cuda")):
+        assert "it rounds out to bfloat16, and parts of a result are merged in float32" in str(told)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_RUNGS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_wide_out_is_what_is_rounded_on_a_gpu(name: str, dtype: str) -> None:
+    _check_wide_out(name, dtype, "cuda:0")
 
 
 def _heavy(dtype: str) -> tuple[Any, Any, Any, Any, Any]:

@@ -7,6 +7,7 @@ import json
 import logging
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 import tilewise as tw
 from tests.cuda.fake_gpu import FakeGpu
 from tests.cuda.test_ops import needs_compiler
-from tilewise import expr, schedule, wire
+from tilewise import expr, schedule, validate, wire
 from tilewise.dispatch import Unsupported
 
 torch = pytest.importorskip("torch")
@@ -65,6 +66,22 @@ def test_other_memory_the_second_time(fake_gpu: FakeGpu, checks: list[str], kind
     assert len(checks) == 1
     assert len(fake_gpu.loaded) == 1
     assert fake_gpu.launched == ["tiled" if kind is TILED else "forward_sm90"] * 3
+
+
+@pytest.mark.parametrize("kind", [HOPPER, {**HOPPER, "d": 20}], ids=["forward_sm90", "tiled"])
+def test_an_out_that_is_not_rounded(fake_gpu: FakeGpu, kind: Any) -> None:
+    """Ready launches of the same call with and without it: each has an out of its own type."""
+    tensors = _inputs(0, **kind)
+    spec = validate.prepare(*tensors, causal=True).spec
+    lines = [wire.encode(replace(spec, wide_out=wide), "cuda")[0] for wide in (True, False)]
+    for _ in range(2):
+        (wide, _), (out, _) = (operator.attention(*tensors, [], None, line) for line in lines)
+        assert (wide.dtype, out.dtype) == (torch.float32, torch.bfloat16)
+        assert torch.equal(wide.bfloat16(), out)
+    assert len(set(fake_gpu.launched)) == 1
+    assert len(fake_gpu.launched) == 4
+    faked = torch.ops.tilewise.attention(*(x.to("meta") for x in tensors), [], None, lines[0])
+    assert (faked[0].dtype, faked[0].shape) == (wide.dtype, wide.shape)
 
 
 def test_an_address_that_tma_does_not_take(fake_gpu: FakeGpu, checks: list[str]) -> None:

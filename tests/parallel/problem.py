@@ -23,24 +23,26 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 ALLOWED = {"float64": 1e-12, "float32": 1e-5, "bfloat16": ROUNDING["bfloat16"], "float16": ROUNDING["float16"]}
 
 
-def check(case: Case, ways: list[tuple[str, Any, str]], device: str = "cpu") -> None:
+def check(case: Case, ways: list[tuple[str, Any, str]], device: str = "cpu", kernel: str = "auto") -> None:
     """In a process of the pool: out, lse and every gradient are those of one process, on each mesh, with each layout
     and method, as far as the case's type can tell."""
     d_out, d_lse = _drawn(case)
-    is_exact = device == "cpu" and case.dtype in ("float32", "float64")
+    rounds = device != "cpu" or kernel != "auto"  # gradients of parts, before they are added up
+    is_exact = not rounds and case.dtype in ("float32", "float64")
     expected = exact = None
     wrong = []
     for where, layout, method in ways:
         if mesh(where).get_coordinate() is None:
             continue
-        found = _shared(case, where, layout, method, d_out.to(device), d_lse.to(device))
+        found = _shared(case, where, layout, method, kernel, d_out.to(device), d_lse.to(device))
         if dist.get_rank() != 0:  # all have the whole result: one looks at it
             continue
         if expected is None:
-            expected = _alone(case, d_out, d_lse, device)
-            exact = expected if is_exact else _alone(case, d_out, d_lse, "cpu", torch.float64)
+            expected = _alone(case, d_out, d_lse, device, kernel)
+            exact = expected if is_exact else _alone(case, d_out, d_lse, "cpu", "auto", torch.float64)
         for what in expected.keys() | found.keys():
-            why = _wrong(found[what], expected[what], exact[what], case.dtype)
+            roundings = 3 if rounds and what.startswith("d_") else 1  # one for each of two parts more
+            why = _wrong(found[what], expected[what], exact[what], case.dtype, roundings)
             if why is not None:
                 wrong.append(f"{case.name}, {where} ranks, {layout}, {method}: {what} {why}")
     assert not wrong, "\n".join(wrong)  # at last: other ranks go on to the next way, and would wait for this one
@@ -54,24 +56,24 @@ def _drawn(case: Case) -> list[torch.Tensor]:
     return [torch.randn(size, dtype=dtype, generator=generator) for size, dtype in kinds]
 
 
-def _alone(case: Case, d_out: torch.Tensor, d_lse: torch.Tensor, device: str, dtype: Any = None) -> dict[str, Any]:
+def _alone(
+    case: Case, d_out: torch.Tensor, d_lse: torch.Tensor, device: str, kernel: str, dtype: Any = None
+) -> dict[str, Any]:
     """In one process; dtype: of the same numbers in another type."""
     whole = Problem(case, device)
     whole.operands = [x.detach().to(dtype).requires_grad_() for x in whole.operands]
-    out, lse = whole.run(tw.attention if whole.lengths is None else tw.attention_varlen)
+    out, lse = whole.run(tw.attention if whole.lengths is None else tw.attention_varlen, kernel=kernel)
     return whole.results(out, lse, d_out.to(out), d_lse.to(lse))
 
 
-def _wrong(found: Any, alone: Any, exact: Any, dtype: str) -> str | None:
+def _wrong(found: Any, alone: Any, exact: Any, dtype: str, roundings: int) -> str | None:
     """What is wrong with a result, or None. As the contract has it: at most twice the error of one process, and a
-    rounding; on a GPU, where results of parts are rounded before they are merged, one for each of two parts more. What
-    one process of the CPU finds is taken for exact but in half precision."""
+    rounding, or several. What one process of the CPU finds is taken for exact but in half precision."""
     if found is None or alone is None:
         return None if found is alone else f"is {found}, alone {alone}"
     if (found.shape, found.dtype) != (alone.shape, alone.dtype):
         return f"is {found.dtype}, {tuple(found.shape)}, alone {alone.dtype}, {tuple(alone.shape)}"
-    band = max(ALLOWED[dtype], ALLOWED[arrays.dtype_name(alone)])  # an array may be of a coarser type than q
-    band *= 3 if found.is_cuda else 1
+    band = roundings * max(ALLOWED[dtype], ALLOWED[arrays.dtype_name(alone)])  # an array may be of a coarser type
     finite = exact.isfinite()
     found, alone, exact = (x.cpu().double() for x in (found, alone, exact))
     if not torch.equal(found[~finite], exact[~finite]):
@@ -85,7 +87,9 @@ def _most(x: torch.Tensor) -> float:
     return float(x.abs().amax()) if x.numel() else 0.0
 
 
-def _shared(case: Case, where: str, layout: Any, method: str, d_out: torch.Tensor, d_lse: torch.Tensor) -> Any:
+def _shared(
+    case: Case, where: str, layout: Any, method: str, kernel: str, d_out: torch.Tensor, d_lse: torch.Tensor
+) -> Any:
     whole = Problem(case, d_out.device)
     dim, ranks = (2 if whole.lengths is None else 0), mesh(where)
 
@@ -97,7 +101,7 @@ def _shared(case: Case, where: str, layout: Any, method: str, d_out: torch.Tenso
 
     shard = whole.sharded(part)
     call = parallel.attention if shard.lengths is None else parallel.attention_varlen
-    out, lse = shard.run(call, mesh=ranks, layout=layout, method=method)
+    out, lse = shard.run(call, mesh=ranks, layout=layout, method=method, kernel=kernel)
     return shard.results(out, lse, part(d_out), part(d_lse), joined, ranks_of(ranks).sum)
 
 

@@ -6,11 +6,14 @@ from itertools import product
 from zlib import crc32
 
 import pytest
+import torch
 
 import tilewise as tw
-from tests.parallel.pool import Pool
+from tests.parallel.pool import Pool, mesh
 from tests.parallel.problem import check
+from tilewise import parallel
 from tilewise.cases import PACKED_VARIANTS, SHAPES, VARIANTS, Case, conformance
+from tilewise.kernels.cuda import simulator
 from tilewise.parallel import balanced
 
 LAYOUTS = ("contiguous", "zigzag")
@@ -64,6 +67,33 @@ def test_partial_results_of_half_precision_are_merged_unrounded(pool: Pool) -> N
     pool.run(
         check, Case("all at once", "head of 128", "bfloat16"), [("2", "zigzag", "gather"), ("3", "zigzag", "ring")]
     )
+
+
+def _rounded_once(kernel: str) -> float:
+    """The part of a result over three ranks that is not what the exact one is rounded to."""
+    if mesh("3").get_coordinate() is None:
+        return 0.0
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 192, 32).bfloat16() for _ in "qkv")
+    own = (parallel.shard(x, mesh("3"), dim=2) for x in (q, k, v))
+    out = parallel.unshard(parallel.attention(*own, mesh=mesh("3"), method="ring", kernel=kernel), mesh("3"), dim=2)
+    exact = tw.attention(q.double(), k.double(), v.double())
+    return float((out != exact.bfloat16()).float().mean())
+
+
+@pytest.mark.skipif(simulator.unavailable() is not None, reason="the simulator needs a C++ compiler")
+def test_partial_results_of_kernels_for_gpus_are_merged_unrounded(pool: Pool) -> None:
+    """If they are rounded before, a fifth of all numbers are others; if not, those that lie between two."""
+    assert max(pool.run(_rounded_once, "cuda-sim/tiled")) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(simulator.unavailable() is not None, reason="the simulator needs a C++ compiler")
+@pytest.mark.parametrize("rung", ["tiled", "forward_sm90"])
+def test_kernels_for_gpus(pool: Pool, rung: str) -> None:
+    """As on a GPU, where results are those of the type, and not of a wider one."""
+    ways = [("2", "zigzag", "gather"), ("3", "zigzag", "ring")]
+    pool.run(check, Case("all at once", "ragged", "bfloat16"), ways, "cpu", f"cuda-sim/{rung}")
 
 
 def test_a_rank_that_sees_nothing_has_gradients(pool: Pool) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import tilewise as tw
 from tests.parallel.pool import Pool, mesh
 from tilewise import parallel
+from tilewise.parallel.team import Pending
 
 
 def _sent(method: str, layout: str, where: str, masked: Any) -> Any:
@@ -127,6 +130,37 @@ def test_dtensors_come_out_as_dtensors(pool: Pool) -> None:
     pool.run(_as_dtensors)
 
 
+def _most_held(method: str) -> float:
+    """How many blocks of a rank's keys and values travel at a time, or are held after, in either pass: memory of
+    messages that go and that came, as long as anything has it."""
+    begin, known, most = Pending.__post_init__, [], []
+
+    def noted(self: Pending) -> None:
+        known.extend(weakref.ref(x.untyped_storage()) for x in (*self.going.values(), *self.coming.values()))
+        alive = {x.data_ptr(): x.nbytes() for x in (each() for each in known) if x is not None}
+        most.append(sum(alive.values()))
+        begin(self)
+
+    q, k, v = (torch.randn(1, 4, 64, 8, requires_grad=True) for _ in "qkv")
+    Pending.__post_init__ = noted
+    try:
+        parallel.attention(q, k, v, mesh=dist.group.WORLD, method=method).sum().backward()
+    finally:
+        Pending.__post_init__ = begin
+    return max(most) / (k.nbytes + v.nbytes)
+
+
+def test_a_ring_of_more_ranks_holds_no_more_of_each(pool: Pool) -> None:
+    """A block that goes, one that is computed with, one that comes, and in a backward pass as many of gradients."""
+    larger = Pool(6, meshes=False)
+    try:
+        assert set(pool.run(_most_held, "ring") + larger.run(_most_held, "ring")) == {6}
+        assert pool.run(_most_held, "gather") == [9] * 4
+        assert larger.run(_most_held, "gather") == [15] * 6
+    finally:
+        larger.close()
+
+
 def _the_same_bits() -> None:
     ranks = mesh("4")
     torch.manual_seed(ranks.get_local_rank())
@@ -146,9 +180,17 @@ def _in_half_precision() -> None:
     ranks = mesh("2")
     if ranks.get_coordinate() is None:
         return
-    x = torch.randn(1, 2, 16, 8)
+    torch.manual_seed(0)
+    whole = torch.randn(1, 2, 32, 8, requires_grad=True)
+    own = parallel.shard(whole.detach(), ranks, dim=2).requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert parallel.attention(x, x, x, mesh=ranks).dtype == torch.bfloat16
+        out, want = parallel.attention(own, own, own, mesh=ranks), tw.attention(whole, whole, whole)
+    assert out.dtype == want.dtype == torch.bfloat16
+    assert torch.equal(parallel.unshard(out.detach(), ranks, dim=2), want)
+    for result in (out, want):
+        result.float().square().sum().backward()
+    assert own.grad.dtype == torch.float32
+    assert torch.allclose(parallel.unshard(own.grad, ranks, dim=2), whole.grad, atol=0.02)
 
 
 def test_autocast(pool: Pool) -> None:

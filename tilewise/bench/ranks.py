@@ -71,10 +71,11 @@ def _rank(rank: int, ranks: int, sizes: Sizes, store: str, answers: Any) -> None
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tilewise import set_num_threads
+    from tilewise import dispatch, set_num_threads
 
     torch.set_num_threads(1)
-    set_num_threads(1)
+    if dispatch.kernel("cpu").unavailable() is None:
+        set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     records = [_record(mesh, mask, method, sizes) for mask in MASKS for method in _methods(ranks, sizes)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from tilewise.spec import Shape
+from tilewise.spec import Attention, Shape
 
 HALF = ("float16", "bfloat16")  # what wgmma multiplies
 COPIED = 16  # bytes: addresses and steps that the copy engine (TMA) takes are multiples of it
@@ -31,6 +31,14 @@ def elsewhere(shape: Shape) -> str | None:
     if shape.device.startswith("cuda"):
         return None
     return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
+
+
+def rounds_out(spec: Attention, shape: Shape) -> str | None:
+    """Why a kernel that stores out in the type of q does not serve where parts of a result are merged first."""
+    wanted = spec.out_dtype(shape.dtype)
+    if shape.backward or wanted == shape.dtype:
+        return None
+    return f"it rounds out to {shape.dtype}, and parts of a result are merged in {wanted}; kernel='triton' keeps it"
 
 
 def not_for_hopper(shape: Shape) -> str | None:

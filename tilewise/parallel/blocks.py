@@ -54,8 +54,15 @@ class Problem:
 
     def line(self, queries: range, keys: range) -> str:
         """The call on a part of the sequence, as the operator reads it: positions stay those of the whole."""
+        return self._line(self.spec, queries, keys)
+
+    def line_forward(self, queries: range, keys: range) -> str:
+        """The same of a forward pass, whose results are merged before they are rounded."""
+        return self._line(replace(self.spec, wide_out=True), queries, keys)
+
+    def _line(self, spec: Attention, queries: range, keys: range) -> str:
         where = Positions(queries.start, keys.start, self.shape.total_q, self.shape.total_k)
-        return wire.encode(replace(self.spec, positions=where), self.kernel)[0]
+        return wire.encode(replace(spec, positions=where), self.kernel)[0]
 
     def parts(self) -> list[tuple[range, slice]]:
         """This rank's ranges of queries, and where they lie in its shard."""
@@ -68,7 +75,7 @@ class Problem:
 
     def computed(self, x: Tensor) -> Tensor:
         """As kernels are given it. On the CPU half precision is computed in float32 anyway: asked for that, kernels
-        take no longer and round no partial result. On a GPU they are rounded before they are merged."""
+        take no longer and round no gradient of a part. On a GPU these are rounded before they are added."""
         widens = x.device.type == "cpu" and self.kernel in ("auto", "cpu", "numpy")
         return x.to(wide(x)) if widens else x
 
@@ -100,19 +107,19 @@ def _around_the_ring(p: Problem, held: list[Piece], like: Tensor) -> Iterator[Bl
             rows = p.needs.beyond(coming, hops + 1)
             going = _cut(held, p.needs.beyond(owner, hops + 1))
             pending = p.team.exchange({after: _tensors(going)}, {before: p.sizes(rows)}, like)
-        yield Block((owner,), _cut(held, p.needs.of[p.me][owner]))
+        yield Block((owner,), _cut(held, p.needs.of(p.me, owner)))
         if pending is not None:
             held = _pieces(rows, pending.wait()[before])
 
 
 def _all_at_once(p: Problem, own: list[Piece], like: Tensor) -> Iterator[Block]:
     """Each rank sends what the others need of its keys. Those that lie side by side become one piece."""
-    table = p.needs.of
-    sends = {peer: _tensors(_cut(own, table[peer][p.me])) for peer in p.team.others}
-    came = p.team.exchange(sends, {peer: p.sizes(table[p.me][peer]) for peer in p.team.others}, like).wait()
-    pieces = _cut(own, table[p.me][p.me])
+    needs, me = p.needs.of, p.me
+    sends = {peer: _tensors(_cut(own, needs(peer, me))) for peer in p.team.others}
+    came = p.team.exchange(sends, {peer: p.sizes(needs(me, peer)) for peer in p.team.others}, like).wait()
+    pieces = _cut(own, needs(me, me))
     for peer, tensors in came.items():
-        pieces += _pieces(table[p.me][peer], tensors)
+        pieces += _pieces(needs(me, peer), tensors)
     yield Block(tuple(range(p.team.size)), _side_by_side(pieces))
 
 
@@ -163,14 +170,14 @@ class Sums:
     def take(self, owners: Sequence[int], found: list[Piece]) -> None:
         """Gradients of a block: what is this rank's own is added, the rest is sent to those that have it, in the type
         of the keys, which kernels' gradients are rounded to anyway; and what they found of ours comes."""
-        table, me, size = self.p.needs.of, self.p.me, self.p.team.size
+        needs, me, size = self.p.needs.of, self.p.me, self.p.team.size
         self._add()
         if me in owners:
-            self._add_pieces(_cut(found, table[me][me]))
-        sends = {peer: self._rounded(_cut(found, table[me][peer])) for peer in owners if peer != me}
+            self._add_pieces(_cut(found, needs(me, me)))
+        sends = {peer: self._rounded(_cut(found, needs(me, peer))) for peer in owners if peer != me}
         # In step with this rank, which has `peer`'s block, the rank as far ahead has ours.
         givers = [(2 * me - peer) % size for peer in sends]
-        receives = {giver: self.p.sizes(table[giver][me]) for giver in sorted(givers)}
+        receives = {giver: self.p.sizes(needs(giver, me)) for giver in sorted(givers)}
         self.pending = self.p.team.exchange(sends, receives, self.like) if sends else None
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -180,7 +187,7 @@ class Sums:
     def _add(self) -> None:
         came = {} if self.pending is None else self.pending.wait()
         for giver, tensors in came.items():
-            self._add_pieces(_pieces(self.p.needs.of[giver][self.p.me], tensors))
+            self._add_pieces(_pieces(self.p.needs.of(giver, self.p.me), tensors))
         self.pending = None
 
     def _add_pieces(self, pieces: Sequence[Piece]) -> None:

@@ -11,11 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tilewise import arrays
+from tilewise.arrays import Array
 from tilewise.explanation import count, size
 from tilewise.parallel import heads, needs
 from tilewise.parallel.layout import Layout
-from tilewise.parallel.needs import Needs, Ranges
+from tilewise.parallel.needs import Needs
 from tilewise.schedule import itemsize
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape
@@ -111,15 +114,15 @@ def _cost(way: Way, found: Needs, shape: Shape, queries: Layout, keys: Layout, m
     own_q, own_k = (each[0] for each in heads.shares(shape.heads, shape.heads_k, n))
     unit = shape.batch * len(own_k) * (shape.d + shape.d_v) * itemsize(shape.dtype)
     swapped = _swapped(shape, queries, keys, n)
-    sends, returns = _sends(found, way.sequence), [_others(row, me) for me, row in enumerate(found.of)]
-    sent = max((sum(each) * unit for each in sends), default=0)
-    back = max(((sum(each) + sum(more)) * unit for each, more in zip(sends, returns, strict=True)), default=0)
-    messages = max(map(len, sends), default=0) + 5 * (n - 1)
+    sends, returns = _sends(found, way.sequence), found.rows  # what a rank needed, it sends gradients of
+    sent = int(sends.sum(1).max()) * unit
+    back = int((sends.sum(1) + returns.sum(1)).max()) * unit
+    messages = int(np.count_nonzero(sends, 1).max()) + 5 * (n - 1)
     compute = 2 * max(found.work) * shape.batch * len(own_q) * (shape.d + shape.d_v) / machine.flops
     moving = sent / machine.bandwidth(queries.ranks)
     seconds = swapped / machine.bandwidth(n) + messages * machine.latency
     if way.sequence == "ring":  # keys travel while those before them are computed with
-        seconds += max(compute, moving) + (1 + max(map(len, returns), default=0)) * machine.call
+        seconds += max(compute, moving) + (1 + int(np.count_nonzero(returns, 1).max())) * machine.call
     else:
         seconds += compute + moving + machine.call
     held = _held(found, way.sequence) * unit
@@ -131,44 +134,30 @@ def _swapped(shape: Shape, queries: Layout, keys: Layout, n: int) -> int:
     if n == 1:
         return 0
     heads_q, heads_k = heads.shares(shape.heads, shape.heads_k, n)
+    own_q, own_k = (np.array([len(x) for x in each]) for each in (heads_q, heads_k))
     unit, wide = itemsize(shape.dtype), arrays.compute_dtype(shape.dtype).itemsize
-    most = 0
-    for rank in range(queries.ranks):
-        me, first = rank % n, rank - rank % n
-        away_k = sum(len(each) for peer, each in enumerate(heads_k) if peer != me)
-        given = queries.rows(rank) * (shape.heads - len(heads_q[me])) * shape.d * unit
-        given += keys.rows(rank) * away_k * (shape.d + shape.d_v) * unit
-        rows = sum(queries.rows(first + peer) for peer in range(n) if peer != me)
-        given += rows * len(heads_q[me]) * (shape.d_v * unit + wide)
-        most = max(most, given * shape.batch)
-    return most
+    rows_q, rows_k = (each.sizes.reshape(-1, n) for each in (queries, keys))  # of the ranks of each team
+    given = rows_q * (shape.heads - own_q) * shape.d * unit
+    given += rows_k * (own_k.sum() - own_k) * (shape.d + shape.d_v) * unit
+    given += (rows_q.sum(1, keepdims=True) - rows_q) * own_q * (shape.d_v * unit + wide)
+    return int(given.max()) * shape.batch
 
 
-def _sends(found: Needs, sequence: str) -> list[list[int]]:
-    """Rows of keys in each message that each rank sends."""
-    every = range(found.ranks)
+def _sends(found: Needs, sequence: str) -> Array:
+    """(ranks, messages): rows of keys in each message that a rank sends; 0: there is none."""
     if sequence == "gather":
-        return [_others([row[me] for row in found.of], me) for me in every]
-    hops = ([_rows(found.beyond((me - hop) % found.ranks, hop + 1)) for hop in every[:-1]] for me in every)
-    return [[rows for rows in each if rows] for each in hops]
-
-
-def _others(row: Sequence[Ranges], me: int) -> list[int]:
-    """Rows of the ranges that belong to others, where there are any."""
-    return [_rows(each) for other, each in enumerate(row) if other != me and each]
+        return np.transpose(found.rows)
+    me, hops = np.arange(found.ranks)[:, None], np.arange(found.ranks - 1)
+    around: Array = found.rows_beyond[hops + 1, (me - hops) % found.ranks]
+    return around
 
 
 def _held(found: Needs, sequence: str) -> int:
     """Rows of keys that a rank has at a time beside its own: three blocks of a ring (one that goes, one that is
     computed with, one that comes), or all it needs."""
-    every = range(found.ranks)
     if sequence == "ring":
-        return min(3, found.ranks) * max((_rows(found.beyond(s, 1)) for s in every), default=0)
-    return max((sum(_others(found.of[r], r)) for r in every), default=0)
-
-
-def _rows(ranges: Ranges) -> int:
-    return sum(map(len, ranges))
+        return min(3, found.ranks) * int(found.rows_beyond[1].max())
+    return int(found.rows.sum(1).max())
 
 
 def least(costs: Sequence[Cost], machine: Machine) -> Cost:

@@ -140,7 +140,7 @@ def _settled(given: Arguments, ranks: Ranks, queries: Layout, keys: Layout) -> P
     if rope is not None:
         q, k = _turned(rope, call, q, k, queries.positions(ranks.me), keys.positions(ranks.me))
     spec = _dense(call.spec, q)
-    placed = replace(spec, positions=Positions(0, 0, queries.n, keys.n))  # as parts of it will be
+    placed = replace(spec, positions=Positions(0, 0, queries.n, keys.n), wide_out=True)  # as parts of it will be
     dispatch.resolve(given.kernel, placed, call.shape)  # what it raises, it raises on all ranks alike
     machine = cost.CPU if q.device.type == "cpu" else cost.H100
     ways = cost.ways(ranks.size, ranks.sizes, call.shape, given.method)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
 from tilewise.arrays import Array
+from tilewise.sharing import lazy
 
 NAMES = ("contiguous", "zigzag")
+_LATEST = 64  # of many ranks a layout takes long to make, and a model has the same one in every layer
 
 
 @dataclass(frozen=True)
@@ -32,18 +35,33 @@ class Layout:
 
     @property
     def n(self) -> int:
-        return sum(self.rows(rank) for rank in range(self.ranks))
+        return int(self.sizes.sum())
 
     def rows(self, rank: int) -> int:
-        return sum(map(len, self.ranges[rank]))
+        return int(self.sizes[rank])
+
+    @lazy
+    def sizes(self) -> Array:
+        """How many rows each rank has."""
+        return np.array([sum(map(len, each)) for each in self.ranges], np.int64)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @lazy
+    def _hash(self) -> int:  # a layout is part of many keys, and may have thousands of ranges
+        return hash(self.ranges)
 
     def positions(self, *ranks: int) -> Array:
         """Where the rows of these ranks stand in the sequence, one rank after the other."""
         parts = [np.arange(x.start, x.stop) for rank in ranks for x in self.ranges[rank]]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
+    @lru_cache(maxsize=_LATEST)  # noqa: B019 - of the latest alone
     def joined(self, size: int) -> Layout:
         """Each `size` neighbouring ranks as one."""
+        if size == 1:
+            return self
         teams = (self.ranges[i : i + size] for i in range(0, self.ranks, size))
         return Layout(tuple(tuple(x for each in team for x in each) for team in teams))
 
@@ -59,7 +77,8 @@ def joined(ranges: Iterable[range]) -> tuple[range, ...]:
     return tuple(made)
 
 
-def of_sizes(sizes: Sequence[int]) -> Layout:
+@lru_cache(maxsize=_LATEST)
+def of_sizes(sizes: tuple[int, ...]) -> Layout:
     """One range a rank, of these sizes."""
     edges = np.cumsum([0, *sizes]).tolist()
     return Layout(tuple((range(a, b),) for a, b in pairwise(edges)))
@@ -67,9 +86,10 @@ def of_sizes(sizes: Sequence[int]) -> Layout:
 
 def contiguous(n: int, ranks: int) -> Layout:
     """One range a rank, as equal as they can be."""
-    return of_sizes([len(x) for x in _even(n, ranks)])
+    return of_sizes(tuple(len(x) for x in _even(n, ranks)))
 
 
+@lru_cache(maxsize=_LATEST)
 def zigzag(n: int, ranks: int) -> Layout:
     """Two ranges a rank, one from the beginning and its mirror image from the end: equal work under a causal mask.
 
@@ -105,9 +125,9 @@ def named(layout: str | Layout, n: int, ranks: int) -> Layout:
 def found(layout: str | Layout, sizes: Sequence[int], name: str) -> Layout:
     """The layout that ranks with shards of these sizes have; contiguous ones may be of any size."""
     if layout == "contiguous":
-        return of_sizes(sizes)
+        return of_sizes(tuple(sizes))
     made = named(layout, sum(sizes), len(sizes))
-    expected = [made.rows(rank) for rank in range(made.ranks)]
+    expected = made.sizes.tolist()
     if expected != list(sizes):
         raise ValueError(
             f"{name}: a layout of {sum(sizes)} rows gives the ranks {expected} of them, and their shards have "

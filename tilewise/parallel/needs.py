@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from tilewise import arrays, schedule, validate
 from tilewise.arrays import Array
 from tilewise.parallel.digest import digest
-from tilewise.parallel.layout import Layout, joined
+from tilewise.parallel.layout import Layout
 from tilewise.schedule import Kind
 from tilewise.sharing import Kept, lazy
 from tilewise.spec import Attention, Shape
@@ -31,6 +31,7 @@ class Tiles:
 
     edges: Array  # (tiles + 1,)
     owner: Array  # (tiles,): the rank that has it
+    ranks: int
 
     @classmethod
     def of(cls, layout: Layout, most: int) -> Tiles:
@@ -38,7 +39,7 @@ class Tiles:
         step = max(LEAST_TILE, -(-layout.n // most))
         cut = [(start, rank) for rank, each in enumerate(layout.ranges) for x in each for start in x[::step]]
         starts, owner = np.array(sorted(cut), np.int64).reshape(-1, 2).T
-        return cls(np.append(starts, layout.n), owner)
+        return cls(np.append(starts, layout.n), owner, layout.ranks)
 
     @property
     def count(self) -> int:
@@ -49,54 +50,107 @@ class Tiles:
         first = int(np.searchsorted(self.edges, rows.start, "right")) - 1
         return slice(first, int(np.searchsorted(self.edges, rows.stop, "left")))
 
-    def needed(self, seen: Array, ranges: Ranges) -> list[Ranges]:
-        """From the first tile to the last that each rank sees, of each range. seen: (ranks, tiles)."""
-        made: list[Ranges] = [()] * len(seen)
-        for each in ranges:
-            first, last = np.searchsorted(self.edges, (each.start, each.stop))
-            part = seen[:, first:last]
-            start, stop = self.edges[first + part.argmax(1)], self.edges[last - part[:, ::-1].argmax(1)]
-            for rank in np.flatnonzero(part.any(1)):
-                made[rank] += (range(int(start[rank]), int(stop[rank])),)
+    @lazy
+    def _by_owner(self) -> tuple[Array, Array]:
+        """The tiles of one rank after the other, and where each rank's begin in that order."""
+        order = np.argsort(self.owner, kind="stable")
+        return order, np.searchsorted(self.owner[order], np.arange(self.ranks + 1))
+
+    def any(self, marked: Array) -> Array:
+        """Whether any tile of each rank is marked: (tiles, others) to (ranks, others)."""
+        order, begin = self._by_owner
+        made, has = np.zeros((self.ranks, marked.shape[1]), bool), np.diff(begin) > 0
+        made[has] = np.logical_or.reduceat(marked[order], begin[:-1][has])
         return made
+
+    def rows(self, marked: Array) -> Array:
+        """How many rows the marked tiles of each rank have: (others, tiles) to (others, ranks)."""
+        order, begin = self._by_owner
+        made, has = np.zeros((len(marked), self.ranks), np.int64), np.diff(begin) > 0
+        made[:, has] = np.add.reduceat(marked[:, order] * np.diff(self.edges)[order], begin[:-1][has], 1)
+        return made
+
+    def ranges(self, marked: Array, rank: int) -> Ranges:
+        """The rows of a rank's marked tiles."""
+        order, begin = self._by_owner
+        own = order[begin[rank] : begin[rank + 1]]
+        tiles = own[marked[own]]
+        ends = np.flatnonzero(np.diff(tiles) > 1)
+        first, last = tiles[np.append(0, ends + 1)[: len(tiles)]], tiles[np.append(ends, -1)[: len(tiles)]]
+        return tuple(map(range, self.edges[first].tolist(), self.edges[last + 1].tolist()))
+
+    def filled(self, marked: Array) -> Array:
+        """Marked, and from the first of each range that is to the last: (..., tiles)."""
+        number, (first, last) = np.arange(self.count), self._around
+        before = np.maximum.accumulate(np.where(marked, number, -1), -1)
+        after = np.minimum.accumulate(np.where(marked, number, self.count)[..., ::-1], -1)[..., ::-1]
+        return (before >= first) & (after <= last)
+
+    @property
+    def _around(self) -> tuple[Array, Array]:
+        """The first and the last tile of the range that each is of: ranges of a rank that touch are one."""
+        changes = np.flatnonzero(np.diff(self.owner)) + 1
+        sizes = np.diff([0, *changes, self.count])
+        return np.repeat([0, *changes], sizes), np.repeat([*(changes - 1), self.count - 1], sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class Needs:
-    """What travels: rank r needs the keys `of[r][s]` of rank s, a range or none of each of its ranges."""
+    """What travels: tiles of keys, and whole ones. Arrays tell it, as of many ranks there are more pairs than Python
+    could count in a time that nobody notices."""
 
-    of: tuple[tuple[Ranges, ...], ...]
+    needed: Array  # (ranks, key tiles): of each range, those from the first to the last that a rank sees
     work: tuple[int, ...]  # scores in tiles that are not EMPTY, of one batch index and head on average, a rank
     queries: Tiles
     keys: Tiles
     seen: Array  # (query tiles, key tiles): whether any head sees any of it
+    _ranges: dict[tuple[int, int, bool], Ranges] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
-        return len(self.of)
+        return len(self.needed)
 
     @lazy
     def digest(self) -> int:
-        return digest(self.of)
+        return digest([x.tobytes() for x in (np.packbits(self.needed), self.keys.edges, self.keys.owner)])
 
     def is_empty(self, queries: range, keys: range) -> bool:
         """Whether no query of these sees any of these keys, as far as tiles tell."""
         return not self.seen[self.queries.touched(queries), self.keys.touched(keys)].any()
 
+    def of(self, rank: int, owner: int) -> Ranges:
+        """The keys of `owner` that a rank needs, a range or none of each of its ranges."""
+        return self._found(self.needed, rank, owner, False)
+
     def beyond(self, owner: int, hops: int) -> Ranges:
         """What of a rank's keys is needed after that many hops around the ring, by all that are still to come."""
-        return self._beyond[owner][hops]
+        return self._found(self._ahead, hops, owner, True)
+
+    def _found(self, marked: Array, row: int, owner: int, ahead: bool) -> Ranges:
+        key = row, owner, ahead
+        if key not in self._ranges:
+            self._ranges[key] = self.keys.ranges(marked[row], owner)
+        return self._ranges[key]
 
     @lazy
-    def _beyond(self) -> list[list[Ranges]]:
-        return [self._ahead(owner) for owner in range(self.ranks)]
+    def rows(self) -> Array:
+        """(ranks, owners): how many keys of each other a rank needs."""
+        found = self.keys.rows(self.needed)
+        np.fill_diagonal(found, 0)
+        return found
 
-    def _ahead(self, owner: int) -> list[Ranges]:
-        made: list[Ranges] = [()]
-        for hop in reversed(range(self.ranks)):
-            more = self.of[(owner + hop) % self.ranks][owner]
-            made.append(joined((*made[-1], *more)) if more and more != made[-1] else made[-1])
-        return made[::-1]
+    @lazy
+    def rows_beyond(self) -> Array:
+        """(hops, owners): how many of a rank's keys go farther than that around the ring."""
+        return self.keys.rows(self._ahead)
+
+    @lazy
+    def _ahead(self) -> Array:
+        """(hops, key tiles): whether anyone from there on around the ring, as its owner counts, needs a tile."""
+        at_hop = (self.keys.owner + np.arange(self.ranks)[:, None]) % self.ranks
+        by_hop = self.needed[at_hop, np.arange(self.keys.count)]
+        later = np.logical_or.accumulate(by_hop[::-1])[::-1]
+        return np.concatenate([later, np.zeros_like(later[:1])])
 
 
 _known: Kept[Needs] = Kept(32)
@@ -124,11 +178,8 @@ def _find(spec: Attention, shape: Shape, queries: Layout, keys: Layout) -> Needs
     most = math.isqrt(MOST_TILES // _told_apart(spec, shape)) or 1
     q, k = Tiles.of(queries, most), Tiles.of(keys, most)
     seen, scores = _seen(spec, shape, q, k)
-    by_rank = np.zeros((queries.ranks, k.count), bool)
-    np.logical_or.at(by_rank, q.owner, seen)
     work = np.bincount(q.owner, scores, queries.ranks)
-    columns = [k.needed(by_rank, each) for each in keys.ranges]
-    return Needs(tuple(zip(*columns, strict=True)), tuple(int(x) for x in work), q, k, seen)
+    return Needs(k.filled(q.any(seen)), tuple(int(x) for x in work), q, k, seen)
 
 
 def _told_apart(spec: Attention, shape: Shape) -> int:

@@ -69,7 +69,7 @@ def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, 
     for piece in (p.computed_piece(x) for block in arriving(p, k, v) for x in block.pieces):
         for i, (rows, place) in enumerate(parts):
             if not p.needs.is_empty(rows, piece.rows):
-                line = p.line(rows, piece.rows)
+                line = p.line_forward(rows, piece.rows)
                 found = operator.attention(computed_q[:, :, place], piece.k, piece.v, arrays, None, line)
                 merged[i] = _merged(merged[i], Partial(*found))
     out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=wide(q))

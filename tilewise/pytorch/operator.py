@@ -73,7 +73,7 @@ def make_ready(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any
     batch, heads, n, _ = q.shape
     out = stored_as(q, v)
     lse = (batch, heads, n), (heads * n, n, 1)
-    return Ready(prepared, _places(held, arrays), out, lse, q)
+    return Ready(prepared, _places(held, arrays), out, lse, _out_dtype(q, spec), q.device)
 
 
 def _resolved(
@@ -86,6 +86,14 @@ def _resolved(
     arrays = [x.detach() for x in arrays]
     held = _settled(template, shape, arrays, sinks, wanted)
     return dispatch.resolve(template.kernel, held, replace(shape, backward=backward)), held, arrays
+
+
+def _out_dtype(q: Tensor, spec: str) -> torch.dtype:
+    return _computed_with(q) if wire.has_wide_out(spec) else q.dtype
+
+
+def _computed_with(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _places(held: Attention, arrays: Sequence[Tensor]) -> list[int]:
@@ -194,8 +202,8 @@ def _fake_forward(
 ) -> tuple[Tensor, Tensor]:
     if all(type(n) is int for x in (q, k, v, *arrays) for n in x.shape):  # if sizes are known, mistakes show now
         _recognise(q, k, v, arrays, sinks, spec)
-    out = q.new_empty_strided(*stored_as(q, v))
-    return out, q.new_empty(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    out = q.new_empty_strided(*stored_as(q, v), dtype=_out_dtype(q, spec))
+    return out, q.new_empty(q.shape[:3], dtype=_computed_with(q))
 
 
 def _fake_backward(

@@ -15,14 +15,14 @@ _ALIGNMENT = 16  # kernels differ by whether arrays begin at multiples of it
 
 
 class Ready:
-    """A launch, and how its results are stored: sizes and steps of out and lse.
+    """A launch, and how its results are stored: sizes and steps of out and lse, and the type of out.
 
     places: where the arrays that it reads are among those of a call.
     """
 
-    def __init__(self, prepared: Any, places: Sequence[int], out: Any, lse: Any, like: Tensor) -> None:
+    def __init__(self, prepared: Any, places: Sequence[int], out: Any, lse: Any, dtype: Any, device: Any) -> None:
         self.prepared, self.places = prepared, places
-        self.out, self.lse, self.dtype, self.device = out, lse, like.dtype, like.device
+        self.out, self.lse, self.dtype, self.device = out, lse, dtype, device
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)

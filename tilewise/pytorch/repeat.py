@@ -155,7 +155,7 @@ def make_known(encoded: Encoded, given: Sequence[Tensor], variant: Sequence[Any]
     if inner is None:
         return None
     out, lse = (_restored(sizes, steps, call.rank) for sizes, steps in (inner.out, inner.lse))
-    outer = Ready(inner.prepared, inner.places, out, lse, call.q)
+    outer = Ready(inner.prepared, inner.places, out, lse, inner.dtype, inner.device)
     held = [x for x in variant if isinstance(x, Expr) and all(slot.constant for slot in loads(x))]
     return Known(line, call.rank, operands, inner, outer, (constants, held))
 

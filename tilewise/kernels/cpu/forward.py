@@ -15,7 +15,10 @@ from tilewise.spec import Attention, Partial, Shape, Tile
 
 
 def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile) -> Partial:
-    """Attention on (batch, heads, n, d) arrays."""
+    """Attention on (batch, heads, n, d) arrays. The engine stores out in the type of q, so a wider out wants a wider q:
+    it computes in that type in any case."""
+    if spec.wide_out:
+        q, k, v = (arrays.widen(x, spec.out_dtype(arrays.dtype_name(x))) for x in (q, k, v))
     shape = Shape.of(spec, q, k, v)
     out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v))  # stored as q is, so that a caller's layout goes on
     if out.strides[-1] != out.itemsize:  # q is broadcast

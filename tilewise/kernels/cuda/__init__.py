@@ -58,7 +58,8 @@ class CudaKernel:
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         torch = sys.modules["torch"]
-        out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
+        dtype = getattr(torch, spec.out_dtype(arrays.dtype_name(q)))
+        out = torch.empty_strided(*arrays.stored_as(q, v), dtype=dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         prepared = self.prepared(spec, q, k, v, tile)
         if prepared is not None:

@@ -53,10 +53,10 @@ def assembled(
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
     sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
-    raw = spec.raw_scores
+    raw, out = spec.raw_scores, spec.out_dtype(shape.dtype)
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
-        rung, shape.d, shape.d_v, shape.dtype, tile, raw, sinks, headers is None, tables,
+        rung, shape.d, shape.d_v, shape.dtype, out, tile, raw, sinks, headers is None, tables,
         *(layout(slot.array) for slot in slots),
         *(
             None if e is None else (e.key, *(number[id(x.array)] for x in loads(e)))
@@ -66,7 +66,7 @@ def assembled(
 
     def make() -> Source:
         made = variant(spec.mask, spec.score, slope)
-        return source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables)
+        return source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables, out=out)
 
     return _sources.found(key, make), slots
 
@@ -84,11 +84,13 @@ def source(
     sinks: str | None = None,
     headers: Headers | None = None,
     tables: bool = True,
+    out: str | None = None,
 ) -> Source:
     """The source of one kernel.
 
     raw: products of q and k grow as scores do, so that the scale can be left to the exponent. sinks: their type, if
     there are any. headers: these replace files of those names. tables: whether the copy engine can load the arrays.
+    out: its type, if it is not that of q.
     """
     constants = {
         "D": shape.d, "D_V": shape.d_v, "TILE_Q": tile.q, "TILE_K": tile.k, "MAX_RANK": structs.MAX_RANK,
@@ -99,7 +101,8 @@ def source(
     config = "\n".join([
         "struct Half;", "struct BFloat;",
         *(f"constexpr {type(x).__name__} {name} = {str(x).lower()};" for name, x in constants.items()),
-        f"typedef {STORED[shape.dtype]} Element;", f"typedef {STORED[sinks or 'float32']} Sink;", "",
+        f"typedef {STORED[shape.dtype]} Element;", f"typedef {STORED[out or shape.dtype]} Out;",
+        f"typedef {STORED[sinks or 'float32']} Sink;", "",
     ])  # fmt: skip
     given = {"config.h": config, "variant.h": made.text, **rung.headers(tile, shape), **(headers or {})}
     text = spliced(f"{rung.name}.cu", given, rung.folder)

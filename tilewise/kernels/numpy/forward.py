@@ -40,7 +40,7 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile, watch: Wa
     """Attention on (batch, heads, n, d) arrays; extra memory is one tile's."""
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
-    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v))
+    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), dtype=dtype if spec.wide_out else q.dtype)
     lse = np.empty(q.shape[:3], dtype)
     turns = Turns.made(spec, shape, dtype)
     for part, rows, cols in shape.sequences(spec.lengths):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewise import arrays
-from tilewise.kernels import reads
+from tilewise.kernels import gpus, reads
 from tilewise.kernels.tilelang.choices import Pass, has_room
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.spec import Attention, Positions, Shape
@@ -23,7 +23,7 @@ def unsupported(spec: Attention, shape: Shape, target: str) -> str | None:
         return f"it takes head dimensions up to {MOST_D}, and they are {shape.d} and {shape.d_v}; kernel='triton' fits"
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
-    unknown = reads.unsupported(spec) if shape.backward else None
+    unknown = reads.unsupported(spec) if shape.backward else gpus.rounds_out(spec, shape)
     return unknown or _arrays(spec, on_gpu) or _room(shape, target, bool(spec.wanted))
 
 

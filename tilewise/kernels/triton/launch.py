@@ -38,7 +38,9 @@ from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: bool = False) -> Partial:
     """Attention on (batch, heads, n, d) tensors. basic: by the kernel that has one query a program, and no plan."""
     shape = Shape.of(spec, q, k, v)
-    out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
+    out = torch.empty_strided(
+        *arrays.stored_as(q, v), dtype=getattr(torch, spec.out_dtype(shape.dtype)), device=q.device
+    )
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     before = turns_before(spec, shape, tile, q)
     if before is not None:

@@ -72,7 +72,9 @@ def _forward(
     trace: list[Event] | None,
 ) -> Partial:  # fmt: skip
     shape = Shape.of(spec, q, k, v)
-    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v))  # stored as q is, so that a caller's layout goes on
+    stored = np.dtype(np.float32) if spec.wide_out else q.dtype
+    # As q lies, so that a caller's layout goes on.
+    out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), dtype=stored)
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], np.float32)

@@ -288,7 +288,7 @@ struct Consumer {
             const Finished done = finished(launch, row_max[half], sum_of_quad(row_sum[half]), narrowing[half], sink);
             const bool inside = half * 8 < left;
             if (inside && quarter == 0) *row_of<float>(launch.params.lse, work.b, work.h, row + half * 8) = done.lse;
-            Element* out = row_of<Element>(launch.params.out, work.b, work.h, row + half * 8);
+            Out* out = row_of<Out>(launch.params.out, work.b, work.h, row + half * 8);
             store_row<COLUMNS>(out, &acc[half * 2], done.weight, quarter, inside, D_V);
         }
     }

@@ -47,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(TILE_Q) attention(const __grid_cons
 
     // 7 finish: acc / row_sum, lse
     const Finished done = finish(row_max, row_sum, sink_of(params, work.h));
-    Element* out = row_of<Element>(params.out, work.b, work.h, sequence.q_begin + query);
-    for (int c = 0; c < D_V; c++) out[c] = narrow<Element>(acc[c] * done.weight);
+    Out* out = row_of<Out>(params.out, work.b, work.h, sequence.q_begin + query);
+    for (int c = 0; c < D_V; c++) out[c] = narrow<Out>(acc[c] * done.weight);
     *row_of<float>(params.lse, work.b, work.h, sequence.q_begin + query) = done.lse;
 }

@@ -76,3 +76,11 @@ __device__ __forceinline__ void store_row(Element* row, const float* held, float
             *reinterpret_cast<uint4*>(row + (n + quarter) * 8) = make_uint4(words[0], words[1], words[2], words[3]);
     }
 }
+// The same of float32: what a quad has of eight columns is 32 bytes as it is.
+template <int COUNT>
+__device__ __forceinline__ void store_row(float* row, const float* held, float scale, int quarter, bool inside, int width) {
+#pragma unroll
+    for (int n = 0; n < COUNT / 8; n++)
+        if (inside && n * 8 < width)
+            *reinterpret_cast<float2*>(row + n * 8 + quarter * 2) = float2{held[n * 4] * scale, held[n * 4 + 1] * scale};
+}

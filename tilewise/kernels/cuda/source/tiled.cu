@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
         const int row = group + i * GROUPS, query = work.first_query + row;
         const Finished done = finish(row_max[i], sum_in_group(row_sum[i]), sink_of(params, work.h));
         if (row >= TILE_Q || query >= sequence.n_q) continue;
-        Element* out = row_of<Element>(params.out, work.b, work.h, sequence.q_begin + query);
+        Out* out = row_of<Out>(params.out, work.b, work.h, sequence.q_begin + query);
 #pragma unroll
         for (int slice = 0; slice < V_SLICES; slice++)
             store_two(out, acc[slice][i], slice * SLICE + 2 * lane, D_V, done.weight);
