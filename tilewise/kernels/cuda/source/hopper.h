@@ -178,5 +178,11 @@ INLINE void store_matrices(uint32 row, const uint32 (&from)[4]) {
                  : "memory");
 }
 
+INLINE void store_matrices_turned(uint32 row, const uint32 (&from)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]),
+                 "r"(from[1]), "r"(from[2]), "r"(from[3])
+                 : "memory");
+}
+
 #undef INLINE
 }  // namespace hw

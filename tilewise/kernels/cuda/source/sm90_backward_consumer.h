@@ -187,14 +187,13 @@ struct Scores {
         }
         pack(d_s);
     }
-    // To shared memory, keys down; 16 x 16 numbers of a warp at a time.
-    __device__ __forceinline__ void write(uint32 tile, const uint32 (&from)[QUERIES / 16][4]) const {
-        const int row = first_row() + lane % 16;
-        const uint32 at = tile + row * ROW_BYTES;
+    // To shared memory, queries down, as d_q takes it: a product reads a turned operand twice. 16 x 16 numbers of a warp at a
+    // time.
+    __device__ __forceinline__ void write_turned(uint32 tile, const uint32 (&from)[QUERIES / 16][4]) const {
+        const int key = first_row() + lane / 8 % 2 * 8, query = first_query() + lane / 16 * 8 + lane % 8;
+        const uint32 at = tile + (key / PART * TILE_Q + query) * ROW_BYTES + ((key % PART / 8) ^ query % 8) * 16;
 #pragma unroll
-        for (int k = 0; k < QUERIES / 16; k++)
-            hw::store_matrices(at + k / 4 * S_PART_BYTES + ((first_query() / 8 + k % 4 * 2 + lane / 16) ^ row % 8) * 16,
-                               from[k]);
+        for (int k = 0; k < QUERIES / 16; k++) hw::store_matrices_turned(at + k * 16 * ROW_BYTES, from[k]);
     }
 
     // 6 d_q = d_s.T @ k: of 64 queries, all keys and some columns
@@ -203,9 +202,9 @@ struct Scores {
         const uint64 b_at = swizzled_128(k_columns, 8 * ROW_BYTES, TILE_K * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++) {
-            const uint64 a = a_at + k * 16 * ROW_BYTES / 16, b = b_at + k * 16 * ROW_BYTES / 16;
-            if (k == 0) hw::wgmma<N, false, true, true>(to, a, b);
-            else hw::wgmma<N, true, true, true>(to, a, b);
+            const uint64 a = a_at + (k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32) / 16, b = b_at + k * 16 * ROW_BYTES / 16;
+            if (k == 0) hw::wgmma<N, false, false, true>(to, a, b);
+            else hw::wgmma<N, true, false, true>(to, a, b);
         }
         hw::wgmma_commit();
     }
