@@ -35,7 +35,7 @@ struct Narrow : Scores {
                                                 uint32 queries) const {
         const uint64 b_at = swizzled_128(queries, 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
-        for (int k = 0; k < TILE_Q / 16; k++) hw::wgmma<N, true, true>(to, weights[k], b_at + k * 16 * ROW_BYTES / 16);
+        for (int k = 0; k < TILE_Q / 16; k++) hw::wgmma<N, true, true>(to, weights[k], further(b_at, k * 16 * ROW_BYTES));
         hw::wgmma_commit();
     }
     // A half of d_q: of its queries, or of its columns: a part of k, or half of its only one.
@@ -67,7 +67,7 @@ struct Narrow : Scores {
         hw::wgmma_wait<0>();
         hw::pin(d_s);
         arrive(shared.q_free(q_stage()));
-        steps++;
+        next_step();
     }
     __device__ __forceinline__ void finish(const Shared::Item& item) const {
         store(launch.backward.d_k, d_k, 0, D, item, params.scale);

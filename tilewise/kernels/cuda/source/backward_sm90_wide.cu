@@ -47,8 +47,8 @@ struct Wide : Scores {
         const uint64 b_at = swizzled_128(columns<TILE_Q, PARTS>(queries), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_Q / 16; k++)
-            hw::wgmma<N, true, TURNED, true>(to, a_at + (TURNED ? k * 16 * ROW_BYTES : k * 32) / 16,
-                                             b_at + k * 16 * ROW_BYTES / 16);
+            hw::wgmma<N, true, TURNED, true>(to, further(a_at, TURNED ? k * 16 * ROW_BYTES : k * 32),
+                                             further(b_at, k * 16 * ROW_BYTES));
         hw::wgmma_commit();
     }
     __device__ __forceinline__ void begin_d_q(int piece) {
@@ -80,7 +80,7 @@ struct Wide : Scores {
         arrive(shared.q_free(q_stage()));
         hw::wgmma_wait<0>();
         hand_over_d_q(1);
-        steps++;
+        next_step();
     }
     __device__ __forceinline__ void finish(const Shared::Item& item) const {
         store(launch.backward.d_k, d_k, number * HALF, D, item, params.scale);

@@ -25,7 +25,7 @@ INLINE void mbarrier_arrive_expect(uint32 bar, int bytes) {
 }
 INLINE void mbarrier_wait(uint32 bar, int parity) {  // until the phase of that parity is over
     asm volatile(
-        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}" ::"r"(bar),
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra.uni WAIT;\n}" ::"r"(bar),
         "r"(parity)
         : "memory");
 }

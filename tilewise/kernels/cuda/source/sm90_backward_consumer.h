@@ -34,17 +34,19 @@ struct Scores {
     __device__ __forceinline__ int d_out_stage() const { return steps % O_STAGES; }
     __device__ __forceinline__ uint32 d_s_tile() const { return shared.d_s(steps % S_STAGES); }
     __device__ __forceinline__ volatile Shared::Item& item() const { return shared.item(keys % 2); }
+    // The same for all lanes, as the compiler knows by this: where operands lie is then reckoned once a warp.
+    __device__ __forceinline__ void next_step() { steps = __shfl_sync(~0u, steps + 1, 0); }
 
     // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys and queries
-    template <int PARTS_DEPTH, bool ADD>
+    template <int PARTS_DEPTH>
     __device__ __forceinline__ void multiply_rows(float (&to)[QUERIES / 2], uint32 keys, uint32 queries) const {
         const uint64 a_at = swizzled_128(hw::anew(keys) + first_of_64() * ROW_BYTES, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(hw::anew(queries) + first_query() * ROW_BYTES, 8 * ROW_BYTES, 16);
 #pragma unroll
         for (int k = 0; k < PARTS_DEPTH / 16; k++) {
-            const uint64 a = a_at + ((k / 4) * TILE_K * ROW_BYTES + k % 4 * 32) / 16;
-            const uint64 b = b_at + ((k / 4) * TILE_Q * ROW_BYTES + k % 4 * 32) / 16;
-            if (k == 0) hw::wgmma<QUERIES, ADD>(to, a, b);
+            const uint64 a = further(a_at, k / 4 * TILE_K * ROW_BYTES + k % 4 * 32);
+            const uint64 b = further(b_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32);
+            if (k == 0) hw::wgmma<QUERIES, false>(to, a, b);
             else hw::wgmma<QUERIES, true>(to, a, b);
         }
         hw::wgmma_commit();
@@ -53,27 +55,16 @@ struct Scores {
     __device__ __forceinline__ void begin_s_and_d_p() {
         hw::mbarrier_wait(shared.q_full(q_stage()), steps / Q_STAGES % 2);
         hw::wgmma_fence();
-        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));
+        multiply_rows<DEPTH>(s, shared.k(), shared.q(q_stage()));
         is_partial = shared.meeting(q_stage()).kind == PARTIAL;
         hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);
-        clear_to_delta();
         hw::wgmma_fence();
-        multiply_rows<COLUMNS, true>(d_p, shared.v(), shared.d_out(d_out_stage()));
+        multiply_rows<COLUMNS>(d_p, shared.v(), shared.d_out(d_out_stage()));
     }
     // The numbers of two neighbouring queries.
     __device__ __forceinline__ float2 two_of(uint32 rows, int n) const {
         return *reinterpret_cast<const float2*>(shared.memory + (rows - shared.base) +
                                                 (first_query() + n * 8 + lane % 4 * 2) * 4);
-    }
-    // Of all keys each query's -delta, to which products are added.
-    __device__ __forceinline__ void clear_to_delta() {
-#pragma unroll
-        for (int n = 0; n < QUERIES / 8; n++) {
-            const float2 delta = two_of(shared.delta(d_out_stage()), n);
-            d_p[n * 4] = d_p[n * 4 + 2] = delta.x;
-            d_p[n * 4 + 1] = d_p[n * 4 + 3] = delta.y;
-        }
-        hw::pin(d_p);
     }
     // 3 score
     // 4 mask (PARTIAL tiles only)
@@ -145,10 +136,14 @@ struct Scores {
                 s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift.y : shift.x));
         }
     }
-    // d_s takes the place of s. delta is already subtracted.
+    // d_s takes the place of s. d_p does not begin with -delta: the compiler would wait for s before it sets it.
     __device__ __forceinline__ void weigh() {
 #pragma unroll
-        for (int i = 0; i < QUERIES / 2; i++) s[i] *= d_p[i];
+        for (int n = 0; n < QUERIES / 8; n++) {
+            const float2 delta = two_of(shared.delta(d_out_stage()), n);
+#pragma unroll
+            for (int i = n * 4; i < n * 4 + 4; i++) s[i] *= d_p[i] + (i % 2 ? delta.y : delta.x);
+        }
     }
     __device__ __forceinline__ void multiply_by_slopes() {
         if constexpr (variant::HAS_SLOPE)
@@ -202,7 +197,7 @@ struct Scores {
         const uint64 b_at = swizzled_128(k_columns, 8 * ROW_BYTES, TILE_K * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++) {
-            const uint64 a = a_at + (k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32) / 16, b = b_at + k * 16 * ROW_BYTES / 16;
+            const uint64 a = further(a_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32), b = further(b_at, k * 16 * ROW_BYTES);
             if (k == 0) hw::wgmma<N, false, false, true>(to, a, b);
             else hw::wgmma<N, true, false, true>(to, a, b);
         }
