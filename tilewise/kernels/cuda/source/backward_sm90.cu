@@ -29,9 +29,9 @@ struct Narrow : Scores {
 
     using Scores::Scores;
 
-    // 6 the same with weights of registers
+    // 6 d_v += p @ d_out, d_k += d_s @ q
     template <int N>
-    __device__ __forceinline__ void add_product_of(float (&to)[N / 2], const uint32 (&weights)[TILE_Q / 16][4],
+    __device__ __forceinline__ void add_product(float (&to)[N / 2], const uint32 (&weights)[TILE_Q / 16][4],
                                                 uint32 queries) const {
         const uint64 b_at = swizzled_128(queries, 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
@@ -45,20 +45,13 @@ struct Narrow : Scores {
                            hw::anew(shared.k()) + columns);
     }
 
-    // Of 64 queries d_s is read from shared memory: its registers are for the next s, beside d_q.
-    __device__ __forceinline__ void begin_d_k() {
-        if (HALVES_QUERIES) add_product_of<DEPTH>(d_k, d_s, shared.q(q_stage()));
-        else add_product<DEPTH, true>(d_k, hw::anew(d_s_tile()) + number * TILE_Q * ROW_BYTES, shared.q(q_stage()));
-    }
-
-    // From p and d_p of a query tile to those of the next: its s is multiplied while this one's d_q is handed over.
     template <bool LAST> __device__ __forceinline__ void step() {
-        if (LAST) arrive(shared.v_free());
-        find_d_s();
+        find_p();
+        find_d_s<LAST>();
         if (S_STAGES == 1) hw::mbarrier_wait(shared.d_s_free(), steps % 2 ^ 1);
         write_turned(d_s_tile(), d_s);
         hw::wgmma_fence();
-        add_product_of<COLUMNS>(d_v, p, shared.d_out(d_out_stage()));
+        add_product<COLUMNS>(d_v, p, shared.d_out(d_out_stage()));
         hw::fence_async();
         hw::barrier_sync(Shared::D_S_WRITTEN, 256);
         hw::wgmma_fence();
@@ -67,16 +60,14 @@ struct Narrow : Scores {
         hw::pin(p);
         arrive(shared.d_out_free(d_out_stage()));
         hw::wgmma_fence();
-        begin_d_k();
-        if (!LAST) begin_s(steps + 1);
-        hw::wgmma_wait<LAST ? 1 : 2>();
+        add_product<DEPTH>(d_k, d_s, shared.q(q_stage()));
+        hw::wgmma_wait<1>();
         if (S_STAGES == 1) arrive(shared.d_s_free());
         hand_over(d_q, steps % 2, number, steps / 2 % 2 ^ 1);
-        hw::wgmma_wait<LAST ? 0 : 1>();
-        if (HALVES_QUERIES) hw::pin(d_s);
+        hw::wgmma_wait<0>();
+        hw::pin(d_s);
         arrive(shared.q_free(q_stage()));
         next_step();
-        if (!LAST) find_p();
     }
     __device__ __forceinline__ void finish(const Shared::Item& item) const {
         store(launch.backward.d_k, d_k, 0, D, item, params.scale);

@@ -51,12 +51,12 @@ struct Scores {
         }
         hw::wgmma_commit();
     }
-    __device__ __forceinline__ void begin_s(uint32 step) {
-        hw::mbarrier_wait(shared.q_full(step % Q_STAGES), step / Q_STAGES % 2);
+    // s is on its way before anything of d_out is looked at.
+    __device__ __forceinline__ void begin_s_and_d_p() {
+        hw::mbarrier_wait(shared.q_full(q_stage()), steps / Q_STAGES % 2);
         hw::wgmma_fence();
-        multiply_rows<DEPTH>(s, shared.k(), shared.q(step % Q_STAGES));
-    }
-    __device__ __forceinline__ void begin_d_p() {
+        multiply_rows<DEPTH>(s, shared.k(), shared.q(q_stage()));
+        is_partial = shared.meeting(q_stage()).kind == PARTIAL;
         hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);
         hw::wgmma_fence();
         multiply_rows<COLUMNS>(d_p, shared.v(), shared.d_out(d_out_stage()));
@@ -157,10 +157,9 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < QUERIES / 4; i++) to[i / 4][i % 4] = hw::packed<Element>(s[2 * i], s[2 * i + 1]);
     }
-    // s is under way. p, while d_p is multiplied.
+    // p, while d_p is multiplied; then d_s.
     __device__ __forceinline__ void find_p() {
-        is_partial = shared.meeting(q_stage()).kind == PARTIAL;
-        begin_d_p();
+        begin_s_and_d_p();
         hw::wgmma_wait<1>();
         hw::pin(s);
         if (variant::HAS_SLOPE)
@@ -170,10 +169,11 @@ struct Scores {
         score();
         exponentiate();
         pack(p);
+    }
+    template <bool LAST> __device__ __forceinline__ void find_d_s() {
         hw::wgmma_wait_in_place<0>(launch.items > 0);
         hw::pin(d_p);
-    }
-    __device__ __forceinline__ void find_d_s() {
+        if (LAST) arrive(shared.v_free());
         weigh();
         multiply_by_slopes();
         if (USES_TABLE) {
@@ -191,17 +191,6 @@ struct Scores {
         for (int k = 0; k < QUERIES / 16; k++) hw::store_matrices_turned(at + k * 16 * ROW_BYTES, from[k]);
     }
 
-    // 6 d_v += p @ d_out, d_k += d_s @ q: weights of 64 keys, in shared memory keys down, or turned, queries down
-    template <int N, bool TURNED>
-    __device__ __forceinline__ void add_product(float (&to)[N / 2], uint32 weights, uint32 queries) const {
-        const uint64 a_at = swizzled_128(weights, 8 * ROW_BYTES, 16);
-        const uint64 b_at = swizzled_128(queries, 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
-#pragma unroll
-        for (int k = 0; k < TILE_Q / 16; k++)
-            hw::wgmma<N, true, TURNED, true>(to, further(a_at, TURNED ? k * 16 * ROW_BYTES : k * 32),
-                                             further(b_at, k * 16 * ROW_BYTES));
-        hw::wgmma_commit();
-    }
     // 6 d_q = d_s.T @ k: of 64 queries, all keys and some columns
     template <int N> __device__ __forceinline__ void multiply_d_q(float (&to)[N / 2], uint32 d_s, uint32 k_columns) const {
         const uint64 a_at = swizzled_128(d_s, 8 * ROW_BYTES, 16);
@@ -266,8 +255,6 @@ template <class Kernel> struct Consumer : Kernel {
             this->arrive(this->shared.v_free());
             return;
         }
-        this->begin_s(this->steps);
-        this->find_p();
 #pragma unroll 1
         for (int i = 1; i < visits; i++) this->template step<false>();
         this->template step<true>();
