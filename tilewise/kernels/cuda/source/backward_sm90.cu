@@ -41,7 +41,7 @@ struct Narrow : Scores {
     // A half of d_q: of its queries, or of its columns: a part of k, or half of its only one.
     __device__ __forceinline__ void begin_d_q() {
         const int columns = HALVES_QUERIES ? 0 : number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
-        multiply_d_q<HALF>(d_q, hw::anew(d_s_tile()) + (HALVES_QUERIES ? number * 64 * ROW_BYTES : 0),
+        multiply_d_q<HALF, false>(d_q, hw::anew(d_s_tile()) + (HALVES_QUERIES ? number * 64 * ROW_BYTES : 0),
                            hw::anew(shared.k()) + columns);
     }
 

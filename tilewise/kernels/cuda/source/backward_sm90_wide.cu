@@ -40,20 +40,19 @@ struct Wide : Scores {
         for (int k = 0; k < QUERIES / 16; k++)
             hw::store_matrices(at + ((first_query() / 8 + k * 2 + lane / 16) ^ row % 8) * 16, from[k]);
     }
-    // 6 d_v += p @ d_out, d_k += d_s @ q: of all keys. p lies keys down, d_s queries down.
-    template <int N, int PARTS, bool TURNED>
+    // 6 d_v += p @ d_out, d_k += d_s @ q: of all keys
+    template <int N, int PARTS>
     __device__ __forceinline__ void add_product(float (&to)[N / 2], uint32 weights, uint32 queries) const {
         const uint64 a_at = swizzled_128(weights, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(columns<TILE_Q, PARTS>(queries), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_Q / 16; k++)
-            hw::wgmma<N, true, TURNED, true>(to, further(a_at, TURNED ? k * 16 * ROW_BYTES : k * 32),
-                                             further(b_at, k * 16 * ROW_BYTES));
+            hw::wgmma<N, true, false, true>(to, further(a_at, k * 32), further(b_at, k * 16 * ROW_BYTES));
         hw::wgmma_commit();
     }
     __device__ __forceinline__ void begin_d_q(int piece) {
         const uint32 half = columns<TILE_K, K_PARTS>(shared.k());
-        multiply_d_q<PIECE>(d_q, d_s_tile(), half + piece * (PIECE == PART ? TILE_K * ROW_BYTES : PIECE * 2));
+        multiply_d_q<PIECE, true>(d_q, d_s_tile(), half + piece * (PIECE == PART ? TILE_K * ROW_BYTES : PIECE * 2));
     }
     // Two pieces a step: parities are the same each time.
     __device__ __forceinline__ void hand_over_d_q(int piece) { hand_over(d_q, number, piece, piece ^ 1); }
@@ -62,16 +61,16 @@ struct Wide : Scores {
         find_p();
         write(shared.p(), p);
         find_d_s<LAST>();
-        write_turned(d_s_tile(), d_s);
+        write(d_s_tile(), d_s);
         hw::fence_async();
         hw::barrier_sync(Shared::D_S_WRITTEN, 256);
         hw::wgmma_fence();
-        add_product<V_HALF, O_PARTS, false>(d_v, shared.p(), shared.d_out(0));
+        add_product<V_HALF, O_PARTS>(d_v, shared.p(), shared.d_out(0));
         begin_d_q(0);
         hw::wgmma_wait<1>();
         arrive(shared.d_out_free(0));
         hw::wgmma_fence();
-        add_product<HALF, K_PARTS, true>(d_k, d_s_tile(), shared.q(q_stage()));
+        add_product<HALF, K_PARTS>(d_k, d_s_tile(), shared.q(q_stage()));
         hw::wgmma_wait<1>();
         hand_over_d_q(0);
         hw::wgmma_fence();
