@@ -34,14 +34,14 @@ from tilewise.bench.gpu.cases import VARIANTS, Case, Inputs, sets
 from tilewise.bench.gpu.contestants import CUDNN, FLASH, Entry, entered, find
 from tilewise.bench.gpu.timing import GpuClock, Settings, rounds
 from tilewise.kernels.cuda import compiler, source
-from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90, UNORDERED_SM90
 from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
 from tilewise.kernels.cuda.source import Source
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape
 from tilewise.validate import prepare
 
-KERNEL = "cuda/forward_sm90"
+KERNELS = {False: "cuda/forward_sm90", True: "cuda/unordered"}  # whether d_q may be added in any order
 MOST_OFF = 0.02  # from today's results, of the largest number
 
 
@@ -71,17 +71,17 @@ def case_of(text: str, backward: bool) -> Case:
     return replace(Case(variant, int(n), int(d), inputs=inputs[0] if inputs else "normal"), backward=backward)
 
 
-def compile_ahead(name: str, folder: Path | None, case: Case) -> None:
+def compile_ahead(name: str, folder: Path | None, case: Case, unordered: bool = False) -> None:
     """What a call of the case launches, into the user's cache: a process for each, where one would wait for each."""
     options = VARIANTS[case.variant].options(case, {})
     with Version(name, folder).used():
-        for made in _sources(_spec(case, options), _shape(case), case.backward):
+        for made in _sources(_spec(case, options), _shape(case), case.backward, unordered):
             compiler.machine_code(made, compiler.architecture(HOPPER))
 
 
-def _sources(spec: Attention, shape: Shape, backward: bool) -> list[Source]:
-    made = [source_of(spec, shape, HOPPER)]
-    return [*made, *backward_sources_of(BACKWARD_SM90, spec, shape)] if backward else made
+def _sources(spec: Attention, shape: Shape, backward: bool, unordered: bool) -> list[Source]:
+    made, hoppers = [source_of(spec, shape, HOPPER)], UNORDERED_SM90 if unordered else BACKWARD_SM90
+    return [*made, *backward_sources_of(hoppers, spec, shape)] if backward else made
 
 
 def _shape(case: Case) -> Shape:
@@ -93,8 +93,8 @@ def _spec(case: Case, options: dict[str, Any]) -> Attention:
     return prepare(empty, empty, empty, **options).spec
 
 
-def entry_of(version: Version, case: Case, inputs: Sequence[Inputs]) -> Entry:
-    kernel = dispatch.kernel(KERNEL)
+def entry_of(version: Version, case: Case, inputs: Sequence[Inputs], unordered: bool = False) -> Entry:
+    kernel = dispatch.kernel(KERNELS[unordered])
 
     def call_on(x: Inputs) -> Callable[[], Any]:
         q, k, v = (y.detach() for y in (x.q, x.k, x.v))
@@ -113,10 +113,10 @@ def entry_of(version: Version, case: Case, inputs: Sequence[Inputs]) -> Entry:
     return Entry([call_on(x) for x in inputs])
 
 
-def compare(case: Case, versions: Sequence[Version], settings: Settings) -> str:
+def compare(case: Case, versions: Sequence[Version], settings: Settings, unordered: bool) -> str:
     """A line: everyone's TFLOP/s, and each version's part of the best peer's."""
     clock, inputs = GpuClock(settings), sets(case)
-    entries = {version.name: entry_of(version, case, inputs) for version in versions}
+    entries = {version.name: entry_of(version, case, inputs, unordered) for version in versions}
     wrong = [
         name
         for name, entry in entries.items()
@@ -135,11 +135,11 @@ def compare(case: Case, versions: Sequence[Version], settings: Settings) -> str:
     return f"{case.variant}, d {case.d}, n {case.n}, {case.inputs}: " + ", ".join(told)
 
 
-def once(case: Case, versions: Sequence[Version]) -> None:
+def once(case: Case, versions: Sequence[Version], unordered: bool) -> None:
     """For a profiler: forward as it is, and then what each version computes."""
     inputs = sets(case)[:1]
     for version in versions:
-        entry_of(version, case, inputs).calls[0]()
+        entry_of(version, case, inputs, unordered).calls[0]()
 
 
 def _off(found: Any, wanted: Any) -> float:
@@ -155,6 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--cases", nargs="+", default=["full,128,4096"], help="variant,d,n or variant,d,n,inputs")
     parser.add_argument("--backward", action="store_true", help="the gradients")
+    parser.add_argument("--unordered", action="store_true", help="gradients of q are added in any order")
     parser.add_argument("--once", action="store_true", help="one call each, for a profiler; nothing is timed")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
@@ -162,13 +163,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     versions = [Version("today"), *(Version(folder.name, folder) for folder in options.folders)]
     cases = [case_of(text, options.backward) for text in options.cases]
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-        for done in [pool.submit(compile_ahead, x.name, x.folder, case) for x in versions for case in cases]:
+        for done in [
+            pool.submit(compile_ahead, x.name, x.folder, case, options.unordered) for x in versions for case in cases
+        ]:
             done.result()
     for case in cases:
         if options.once:
-            once(case, versions)
+            once(case, versions, options.unordered)
         else:
-            print(compare(case, versions, Settings(rounds=options.rounds)), flush=True)
+            print(compare(case, versions, Settings(rounds=options.rounds), options.unordered), flush=True)
     return 0
 
 

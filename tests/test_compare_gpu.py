@@ -39,8 +39,8 @@ def test_gradients_have_kernels_of_their_own(compiled: list[Source]) -> None:
 def test_once_is_a_call_of_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
 
-    def entry_of(version: Version, case: Case, inputs: list[str]) -> Entry:
-        assert inputs == ["first"]
+    def entry_of(version: Version, case: Case, inputs: list[str], unordered: bool) -> Entry:
+        assert inputs == ["first"] and not unordered
         return Entry([lambda: called.append(f"{version.name}, d {case.d}")])
 
     monkeypatch.setattr(compare_gpu, "sets", lambda case: ["first", "second"])

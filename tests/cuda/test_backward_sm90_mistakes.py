@@ -47,11 +47,13 @@ AWAIT_D_K = "        hw::wgmma_wait<0>();\n        hw::pin(d_s);\n"
 AWAIT_TABLE = "        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), steps % 2);\n"
 FREE_TABLE = "            arrive(shared.table_free());\n"
 FREE_TABLE_EARLY = "        if (USES_TABLE) arrive(shared.table_free());\n"
-PACK_P = "        pack(p);\n"
-BEGIN_D_P = "        clear_to_delta();\n"
+PACK_P = "        if (SOONER == QUERIES / 8) pack(p);\n"
+KEYS_OF_D_S = "first_row() + lane / 8 % 2 * 8, query = first_query() + lane"
+KEYS_OF_CELLS = "first_row() + lane / 8 % 2 * 8, query = first_query() + n"
+DELTA = "(i % 2 ? delta.y : delta.x)"
 MULTIPLY_S = "        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));\n"
 MULTIPLY_D_Q = "        begin_d_q();\n"
-WRITE_D_S = "        write(d_s_tile(), d_s);\n"
+WRITE_D_S = "        write_turned(d_s_tile(), d_s);\n"
 MEET_OTHER = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
 MEET_ITSELF = "        hw::barrier_sync(Shared::D_S_WRITTEN + 6 * number, 128);\n"
 UNMET = f"{UNFENCED}|{ISSUED}"
@@ -150,6 +152,13 @@ MISTAKES: dict[str, Mistake] = {
     "d_s let go before it is multiplied": Mistake(
         f"{UNFENCED}|{ISSUED}", "full", {FREE_D_S: "", MULTIPLY_D_Q: f"{MULTIPLY_D_Q}{FREE_D_S}"},
     ),
+    "d_s written keys down": Mistake(WRONG, "d 128", {"hw::store_matrices_turned(at": "hw::store_matrices(at"}),
+    "d_s of the same keys": Mistake(
+        WRONG, "d 128", {KEYS_OF_D_S: KEYS_OF_D_S.replace(" + lane / 8 % 2 * 8", "")},
+    ),
+    "d_s of the other warpgroup's keys": Mistake(
+        WRONG, "d 128", {"(key / PART * TILE_Q + query)": "((1 - key / PART) * TILE_Q + query)"},
+    ),
     "d_s never let go": Mistake("deadlock", "full", {FREE_D_S: ""}),
     "d_s of another step": Mistake(WRONG, "d 128", {"hw::anew(d_s_tile())": "hw::anew(shared.d_s(1 - steps % 2))"}),
     "no fence after d_q": Mistake(UNFENCED, "full", {HAND_OVER: HAND_OVER.split("\n", 1)[1]}),
@@ -220,18 +229,18 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "tiles that meet none", {"launch.turns[at * TURNS] > 0;": "true;"},
     ),
     # Products.
-    "wrong swizzle of d_s": Mistake(WRONG, "full", {"^ row % 8)": "^ row % 4)"}),
+    "wrong swizzle of d_s": Mistake(WRONG, "full", {"^ query % 8) * 16;\n#": "^ query % 4) * 16;\n#"}),
     "wrong step along d_s": Mistake(
-        WRONG, "full", {"a = a_at + k * 16 * ROW_BYTES / 16, b": "a = a_at + k * 32 / 16, b"},
+        WRONG, "full", {"k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32), b": "k * 32), b"},
     ),
     "wrong step along k": Mistake(
-        WRONG, "full", {"b = b_at + k * 16 * ROW_BYTES / 16;": "b = b_at + k * 8 * ROW_BYTES / 16;"},
+        WRONG, "full", {"b = further(b_at, row);": "b = further(b_at, row / 2);"},
     ),
     "the other half of k's columns": Mistake(
         WRONG, "d 80, d_v 128", {"HALVES_QUERIES ? 0 : number * (Q": "HALVES_QUERIES ? 0 : (1 - number) * (Q"},
     ),
     "the other half of d_s": Mistake(
-        WRONG, "whole tiles", {"HALVES_QUERIES ? number * S_PART": "HALVES_QUERIES ? (1 - number) * S_PART"},
+        WRONG, "whole tiles", {"HALVES_QUERIES ? number * 64": "HALVES_QUERIES ? (1 - number) * 64"},
     ),
     "the other part of k's columns": Mistake(
         WRONG, "d 128", {"Q_PARTS == 2 ? TILE_K * ROW_BYTES": "Q_PARTS == 2 ? ROW_BYTES / 2"},
@@ -276,7 +285,14 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "full", {"multiply_rows<DEPTH, false>": "multiply_rows<DEPTH, true>"},
     ),
     "the shift of another query tile": Mistake(
-        WRONG, "full", {"two_of(shared.shift(q_stage()), n)": "two_of(shared.shift(1 - q_stage()), n)"},
+        WRONG, "full", {"shifts[n] = two_of(shared.shift(q_stage())": "shifts[n] = two_of(shared.shift(1 - q_stage())"},
+    ),
+    "the later shifts of another query tile": Mistake(
+        WRONG, "full", {"shifts[n] : two_of(shared.shift(q_stage())": "shifts[n] : two_of(shared.shift(1 - q_stage())"},
+    ),
+    "no later exponentials": Mistake(WRONG, "full", {"        exponentiate<SOONER, QUERIES / 8>();\n": ""}),
+    "p narrowed before its last exponentials": Mistake(
+        WRONG, "full", {PACK_P: "        pack(p);\n", "        if (SOONER < QUERIES / 8) pack(p);\n": ""},
     ),
     "a shift of every other query": Mistake(WRONG, "full", {"i % 2 ? shift.y : ": ""}),
     "scores that are scaled once more": Mistake(WRONG, "a slope", {"scale = SCORED ? 1.0f : ": "scale = "}),
@@ -285,9 +301,14 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "every other row, a slope", {"lse == -INFINITY ? lse : -lse;": "!inside ? lse : -lse;"},
     ),
     "powers of 2": Mistake(WRONG, "full", {"exp2_approximate(LOG2_E * fmaf": "exp2_approximate(fmaf"}),
-    "no delta": Mistake(WRONG, "full", {"multiply_rows<COLUMNS, true>": "multiply_rows<COLUMNS, false>"}),
-    "d_p that begins with what was there": Mistake(WRONG, "full", {BEGIN_D_P: ""}),
-    "d_p begun before delta arrives": Mistake(WRONG, "full", {AWAIT_D_OUT + BEGIN_D_P: BEGIN_D_P + AWAIT_D_OUT}),
+    "no delta": Mistake(WRONG, "full", {DELTA: "0"}),
+    "a delta of every other query": Mistake(WRONG, "full", {DELTA: "delta.x"}),
+    "the delta of another query tile": Mistake(
+        WRONG, "full", {": two_of(shared.delta(d_out_stage())": ": two_of(shared.delta(1 - d_out_stage())"},
+    ),
+    "d_p that begins with what was there": Mistake(
+        WRONG, "full", {"multiply_rows<COLUMNS, WIDE>": "multiply_rows<COLUMNS, true>"},
+    ),
     "delta of half of the columns": Mistake(WRONG, "whole tiles", {"delta += __shfl_xor_sync(~0u, delta, 2);": ""}),
     "d_lse added": Mistake(WRONG, "full", {"delta -= *row_of": "delta += *row_of"}),
     "no slope": Mistake(
@@ -319,7 +340,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "cells of the same queries": Mistake(WRONG, "a table, d 128", {"n * 8 + lane / 16 * 8": "n * 8"}),
     "cells of the same keys": Mistake(
-        WRONG, "a table, d 128", {"first_row() + lane / 8 % 2 * 8, query": "first_row(), query"},
+        WRONG, "a table, d 128", {KEYS_OF_CELLS: KEYS_OF_CELLS.replace(" + lane / 8 % 2 * 8", "")},
     ),
     "cells that are not turned": Mistake(
         WRONG, "a table, d 128", {"load_matrices_turned(cells": "load_matrices(cells"},

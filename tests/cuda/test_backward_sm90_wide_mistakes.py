@@ -26,6 +26,8 @@ FREE_D_OUT = "        arrive(shared.d_out_free(0));\n"
 FREE_Q = "        arrive(shared.q_free(q_stage()));\n"
 AWAIT = "        hw::wgmma_wait<1>();\n"
 AWAIT_SECOND = "        hw::wgmma_wait<0>();\n        hand_over_d_q(1);\n"
+BEGIN_D_P = "        if (WIDE) clear_to_delta();\n"
+AWAIT_D_OUT = "        hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);\n"
 WRITE_P = "        write(shared.p(), p);\n"
 WRITE_D_S = "        write(d_s_tile(), d_s);\n"
 MEET = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
@@ -97,10 +99,13 @@ MISTAKES: dict[str, Mistake] = {
     "the other queries": Mistake(
         WRONG, "d 256", {"hw::anew(queries) + first_query() * ROW_BYTES": "hw::anew(queries)"}
     ),
-    "weights of the other queries": Mistake(WRONG, "d 256", {"((first_query() / 8 + k % 4": "((k % 4"}),
+    "weights of the other queries": Mistake(WRONG, "d 256", {"((first_query() / 8 + k * 2": "((k * 2"}),
     "cells of the other queries": Mistake(
         WRONG, "a table, d 256", {"query = first_query() + n * 8 + lane / 16": "query = n * 8 + lane / 16"}
     ),
+    "no delta": Mistake(WRONG, "d 256", {"multiply_rows<COLUMNS, WIDE>": "multiply_rows<COLUMNS, false>"}),
+    "d_p that begins with what was there": Mistake(WRONG, "d 256", {BEGIN_D_P: ""}),
+    "d_p begun before delta arrives": Mistake(WRONG, "d 256", {AWAIT_D_OUT + BEGIN_D_P: BEGIN_D_P + AWAIT_D_OUT}),
     "shifts of the other queries": Mistake(
         WRONG, "d 256", {"(first_query() + n * 8 + lane % 4 * 2) * 4": "(n * 8 + lane % 4 * 2) * 4"}
     ),

@@ -35,6 +35,7 @@ void wgmma(float* d, const Product& product, SourceLine where);
 void load_matrices(uint32* to, uint32 row, SourceLine where);
 void load_matrices_turned(uint32* to, uint32 row, SourceLine where);
 void store_matrices(uint32 row, const uint32* from, SourceLine where);
+void store_matrices_turned(uint32 row, const uint32* from, SourceLine where);
 void mma(float* d, const uint32* a, const uint32* b, bool bfloat, SourceLine where);
 }  // namespace simulator
 
@@ -107,6 +108,9 @@ inline void load_matrices_turned(uint32 (&to)[4], uint32 row, CALLED_FROM) {
     simulator::load_matrices_turned(to, row, where);
 }
 inline void store_matrices(uint32 row, const uint32 (&from)[4], CALLED_FROM) { simulator::store_matrices(row, from, where); }
+inline void store_matrices_turned(uint32 row, const uint32 (&from)[4], CALLED_FROM) {
+    simulator::store_matrices_turned(row, from, where);
+}
 
 constexpr bool BFLOAT = IsBFloat<Element>::value;
 template <int N, bool ADD, bool A_TRANSPOSED = false, bool B_TRANSPOSED = false>

@@ -260,12 +260,23 @@ void load_matrices(uint32* to, uint32 row, SourceLine where) {
     for_each_matrix(row, where, [&](int i, const unsigned char* at) { memcpy(to + i, at, 4); });
 }
 
-// Two of a column.
-void load_matrices_turned(uint32* to, uint32 row, SourceLine where) {
+// Two of a column of each.
+template <class Act> static void for_each_in_columns(uint32 row, SourceLine where, Act act) {
     const int lane = current->number % WARP;
     with_rows(row, where, [&](auto row_of) {
-        for (int i = 0; i < 8; i++)
-            memcpy(reinterpret_cast<unsigned char*>(to) + i * 2, row_of(i / 2, lane % 4 * 2 + i % 2) + lane / 4 * 2, 2);
+        for (int i = 0; i < 8; i++) act(i * 2, row_of(i / 2, lane % 4 * 2 + i % 2) + lane / 4 * 2);
+    });
+}
+
+void load_matrices_turned(uint32* to, uint32 row, SourceLine where) {
+    for_each_in_columns(row, where, [&](int byte, const unsigned char* at) {
+        memcpy(reinterpret_cast<unsigned char*>(to) + byte, at, 2);
+    });
+}
+
+void store_matrices_turned(uint32 row, const uint32* from, SourceLine where) {
+    for_each_in_columns(row, where, [&](int byte, unsigned char* at) {
+        memcpy(at, reinterpret_cast<const unsigned char*>(from) + byte, 2);
     });
 }
 

@@ -35,13 +35,13 @@ struct Narrow : Scores {
                                                 uint32 queries) const {
         const uint64 b_at = swizzled_128(queries, 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
-        for (int k = 0; k < TILE_Q / 16; k++) hw::wgmma<N, true, true>(to, weights[k], b_at + k * 16 * ROW_BYTES / 16);
+        for (int k = 0; k < TILE_Q / 16; k++) hw::wgmma<N, true, true>(to, weights[k], further(b_at, k * 16 * ROW_BYTES));
         hw::wgmma_commit();
     }
     // A half of d_q: of its queries, or of its columns: a part of k, or half of its only one.
     __device__ __forceinline__ void begin_d_q() {
         const int columns = HALVES_QUERIES ? 0 : number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
-        multiply_d_q<HALF>(d_q, hw::anew(d_s_tile()) + (HALVES_QUERIES ? number * S_PART_BYTES : 0),
+        multiply_d_q<HALF, false>(d_q, hw::anew(d_s_tile()) + (HALVES_QUERIES ? number * 64 * ROW_BYTES : 0),
                            hw::anew(shared.k()) + columns);
     }
 
@@ -49,7 +49,7 @@ struct Narrow : Scores {
         find_p();
         find_d_s<LAST>();
         if (S_STAGES == 1) hw::mbarrier_wait(shared.d_s_free(), steps % 2 ^ 1);
-        write(d_s_tile(), d_s);
+        write_turned(d_s_tile(), d_s);
         hw::wgmma_fence();
         add_product<COLUMNS>(d_v, p, shared.d_out(d_out_stage()));
         hw::fence_async();
@@ -67,7 +67,7 @@ struct Narrow : Scores {
         hw::wgmma_wait<0>();
         hw::pin(d_s);
         arrive(shared.q_free(q_stage()));
-        steps++;
+        next_step();
     }
     __device__ __forceinline__ void finish(const Shared::Item& item) const {
         store(launch.backward.d_k, d_k, 0, D, item, params.scale);

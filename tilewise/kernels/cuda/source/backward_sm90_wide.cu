@@ -32,6 +32,14 @@ struct Wide : Scores {
     template <int ROWS, int PARTS> __device__ __forceinline__ uint32 columns(uint32 tile) const {
         return hw::anew(tile) + number * (PARTS == 1 ? ROW_BYTES / 2 : PARTS / 2 * ROWS * ROW_BYTES);
     }
+    // To shared memory, keys down; 16 x 16 numbers of a warp at a time.
+    __device__ __forceinline__ void write(uint32 tile, const uint32 (&from)[QUERIES / 16][4]) const {
+        const int row = first_row() + lane % 16;
+        const uint32 at = tile + row * ROW_BYTES;
+#pragma unroll
+        for (int k = 0; k < QUERIES / 16; k++)
+            hw::store_matrices(at + ((first_query() / 8 + k * 2 + lane / 16) ^ row % 8) * 16, from[k]);
+    }
     // 6 d_v += p @ d_out, d_k += d_s @ q: of all keys
     template <int N, int PARTS>
     __device__ __forceinline__ void add_product(float (&to)[N / 2], uint32 weights, uint32 queries) const {
@@ -39,12 +47,12 @@ struct Wide : Scores {
         const uint64 b_at = swizzled_128(columns<TILE_Q, PARTS>(queries), 8 * ROW_BYTES, TILE_Q * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_Q / 16; k++)
-            hw::wgmma<N, true, false, true>(to, a_at + k * 32 / 16, b_at + k * 16 * ROW_BYTES / 16);
+            hw::wgmma<N, true, false, true>(to, further(a_at, k * 32), further(b_at, k * 16 * ROW_BYTES));
         hw::wgmma_commit();
     }
     __device__ __forceinline__ void begin_d_q(int piece) {
         const uint32 half = columns<TILE_K, K_PARTS>(shared.k());
-        multiply_d_q<PIECE>(d_q, d_s_tile(), half + piece * (PIECE == PART ? TILE_K * ROW_BYTES : PIECE * 2));
+        multiply_d_q<PIECE, true>(d_q, d_s_tile(), half + piece * (PIECE == PART ? TILE_K * ROW_BYTES : PIECE * 2));
     }
     // Two pieces a step: parities are the same each time.
     __device__ __forceinline__ void hand_over_d_q(int piece) { hand_over(d_q, number, piece, piece ^ 1); }
@@ -71,7 +79,7 @@ struct Wide : Scores {
         arrive(shared.q_free(q_stage()));
         hw::wgmma_wait<0>();
         hand_over_d_q(1);
-        steps++;
+        next_step();
     }
     __device__ __forceinline__ void finish(const Shared::Item& item) const {
         store(launch.backward.d_k, d_k, number * HALF, D, item, params.scale);

@@ -25,7 +25,7 @@ INLINE void mbarrier_arrive_expect(uint32 bar, int bytes) {
 }
 INLINE void mbarrier_wait(uint32 bar, int parity) {  // until the phase of that parity is over
     asm volatile(
-        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra WAIT;\n}" ::"r"(bar),
+        "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra.uni WAIT;\n}" ::"r"(bar),
         "r"(parity)
         : "memory");
 }
@@ -175,6 +175,12 @@ INLINE void load_matrices_turned(uint32 (&to)[4], uint32 row) {
 INLINE void store_matrices(uint32 row, const uint32 (&from)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]), "r"(from[1]),
                  "r"(from[2]), "r"(from[3])
+                 : "memory");
+}
+
+INLINE void store_matrices_turned(uint32 row, const uint32 (&from)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(from[0]),
+                 "r"(from[1]), "r"(from[2]), "r"(from[3])
                  : "memory");
 }
 

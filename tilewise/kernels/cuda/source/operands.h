@@ -18,5 +18,9 @@ struct alignas(64) TensorMap {  // how the copy engine sees an array; made on th
 // How wgmma finds an operand in shared memory, 128-byte swizzled: steps in bytes from 8 rows to the next 8 (stride), and
 // between parts of 64 columns (leading).
 __device__ __forceinline__ uint64 swizzled_128(uint32 at, int stride, int leading) {
-    return uint64(at & 0x3ffff) >> 4 | uint64(leading >> 4) << 16 | uint64(stride >> 4) << 32 | uint64(1) << 62;
+    return uint64((at & 0x3ffff) >> 4 | uint32(leading >> 4) << 16) | uint64(stride >> 4) << 32 | uint64(1) << 62;
+}
+// The same so many bytes further. Only the lower half changes, and one addition does.
+__device__ __forceinline__ uint64 further(uint64 operand, int bytes) {
+    return (operand & ~uint64(0xffffffff)) | (uint32(operand) + uint32(bytes / 16));
 }

@@ -16,8 +16,7 @@ __host__ __device__ constexpr int halved(int parts) { return parts == 3 ? 4 : pa
 constexpr int K_PARTS = halved(Q_PARTS), O_PARTS = halved(V_PARTS);  // of q and k, of d_out and v
 constexpr int K_BYTES = TILE_K * K_PARTS * ROW_BYTES, V_BYTES = TILE_K * O_PARTS * ROW_BYTES,
               Q_BYTES = TILE_Q * K_PARTS * ROW_BYTES, O_BYTES = TILE_Q * O_PARTS * ROW_BYTES,
-              S_PART_BYTES = TILE_K * ROW_BYTES, S_BYTES = TILE_Q / 64 * S_PART_BYTES,  // a part: of 64 queries
-              ROWS_BYTES = TILE_Q * 4;
+              S_BYTES = TILE_Q * TILE_K * 2, ROWS_BYTES = TILE_Q * 4;
 constexpr int Q_STAGES = 2, O_STAGES = WIDE ? 1 : 2;
 constexpr int TABLE_TILE_BYTES = USES_TABLE ? TILE_Q * TILE_K * 2 : 0;  // cells of 2 bytes that scores read
 // d_q of a step: a warpgroup has half of it, 64 of 128 queries, or of 64 queries half of the columns. It goes to its sums by

@@ -16,6 +16,10 @@ struct Scores {
     float s[QUERIES / 2], d_p[QUERIES / 2];
     float plain[variant::HAS_SLOPE ? QUERIES / 2 : 1];  // scores as they were, for their slopes
     uint32 p[QUERIES / 16][4], d_s[QUERIES / 16][4];  // narrowed, as products take them from registers
+    // Of groups of eight queries: whose exponents are known ahead, and whose exponentials do not wait for d_p. Of 64 queries
+    // there are too few of them for it to pay.
+    static constexpr int AHEAD = QUERIES == 128 ? 8 : 0, SOONER = QUERIES == 128 ? 8 : QUERIES / 8;
+    float2 shifts[AHEAD + 1];
     bool is_partial = false;  // the query tile at hand
 
     __device__ __forceinline__ Scores(const Launch& launch, const Shared& shared, int number)
@@ -34,6 +38,8 @@ struct Scores {
     __device__ __forceinline__ int d_out_stage() const { return steps % O_STAGES; }
     __device__ __forceinline__ uint32 d_s_tile() const { return shared.d_s(steps % S_STAGES); }
     __device__ __forceinline__ volatile Shared::Item& item() const { return shared.item(keys % 2); }
+    // The same for all lanes, as the compiler knows by this: where operands lie is then reckoned once a warp.
+    __device__ __forceinline__ void next_step() { steps = __shfl_sync(~0u, steps + 1, 0); }
 
     // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys and queries
     template <int PARTS_DEPTH, bool ADD>
@@ -42,8 +48,8 @@ struct Scores {
         const uint64 b_at = swizzled_128(hw::anew(queries) + first_query() * ROW_BYTES, 8 * ROW_BYTES, 16);
 #pragma unroll
         for (int k = 0; k < PARTS_DEPTH / 16; k++) {
-            const uint64 a = a_at + ((k / 4) * TILE_K * ROW_BYTES + k % 4 * 32) / 16;
-            const uint64 b = b_at + ((k / 4) * TILE_Q * ROW_BYTES + k % 4 * 32) / 16;
+            const uint64 a = further(a_at, k / 4 * TILE_K * ROW_BYTES + k % 4 * 32);
+            const uint64 b = further(b_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32);
             if (k == 0) hw::wgmma<QUERIES, ADD>(to, a, b);
             else hw::wgmma<QUERIES, true>(to, a, b);
         }
@@ -56,16 +62,17 @@ struct Scores {
         multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));
         is_partial = shared.meeting(q_stage()).kind == PARTIAL;
         hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);
-        clear_to_delta();
+        if (WIDE) clear_to_delta();
         hw::wgmma_fence();
-        multiply_rows<COLUMNS, true>(d_p, shared.v(), shared.d_out(d_out_stage()));
+        multiply_rows<COLUMNS, WIDE>(d_p, shared.v(), shared.d_out(d_out_stage()));
     }
     // The numbers of two neighbouring queries.
     __device__ __forceinline__ float2 two_of(uint32 rows, int n) const {
         return *reinterpret_cast<const float2*>(shared.memory + (rows - shared.base) +
                                                 (first_query() + n * 8 + lane % 4 * 2) * 4);
     }
-    // Of all keys each query's -delta, to which products are added.
+    // Of all keys each query's -delta, to which products are added. Before it is set the compiler waits for s, which wide heads
+    // can afford: their s is short.
     __device__ __forceinline__ void clear_to_delta() {
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; n++) {
@@ -135,20 +142,24 @@ struct Scores {
     }
     // lse is subtracted first: as a power of 2 it would be rounded, by much where scores are large. Nor may products be added
     // to it: it is of scores that were rounded as these are.
-    __device__ __forceinline__ void exponentiate() {
+    template <int FROM, int TO> __device__ __forceinline__ void exponentiate() {
         const float scale = SCORED ? 1.0f : params.scale;
 #pragma unroll
-        for (int n = 0; n < QUERIES / 8; n++) {
-            const float2 shift = two_of(shared.shift(q_stage()), n);
+        for (int n = FROM; n < TO; n++) {
+            const float2 shift = n < AHEAD ? shifts[n] : two_of(shared.shift(q_stage()), n);
 #pragma unroll
             for (int i = n * 4; i < n * 4 + 4; i++)
                 s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift.y : shift.x));
         }
     }
-    // d_s takes the place of s. delta is already subtracted.
+    // d_s takes the place of s.
     __device__ __forceinline__ void weigh() {
 #pragma unroll
-        for (int i = 0; i < QUERIES / 2; i++) s[i] *= d_p[i];
+        for (int n = 0; n < QUERIES / 8; n++) {
+            const float2 delta = WIDE ? float2{0, 0} : two_of(shared.delta(d_out_stage()), n);  // or subtracted already
+#pragma unroll
+            for (int i = n * 4; i < n * 4 + 4; i++) s[i] *= d_p[i] + (i % 2 ? delta.y : delta.x);
+        }
     }
     __device__ __forceinline__ void multiply_by_slopes() {
         if constexpr (variant::HAS_SLOPE)
@@ -162,9 +173,16 @@ struct Scores {
 #pragma unroll
         for (int i = 0; i < QUERIES / 4; i++) to[i / 4][i % 4] = hw::packed<Element>(s[2 * i], s[2 * i + 1]);
     }
-    // p, while d_p is multiplied; then d_s.
+    // Before they are needed: products keep shared memory busy, and it answers late.
+    __device__ __forceinline__ void read_ahead() {
+#pragma unroll
+        for (int n = 0; n < AHEAD; n++) shifts[n] = two_of(shared.shift(q_stage()), n);
+    }
+    // p, while d_p is multiplied, or a half of it: the other half's exponentials, whose unit is slow, then run beside what makes
+    // d_s of d_p.
     __device__ __forceinline__ void find_p() {
         begin_s_and_d_p();
+        read_ahead();
         hw::wgmma_wait<1>();
         hw::pin(s);
         if (variant::HAS_SLOPE)
@@ -172,13 +190,15 @@ struct Scores {
             for (int i = 0; i < QUERIES / 2; i++) plain[i] = s[i] * params.scale;
         if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), steps % 2);
         score();
-        exponentiate();
-        pack(p);
+        exponentiate<0, SOONER>();
+        if (SOONER == QUERIES / 8) pack(p);
     }
     template <bool LAST> __device__ __forceinline__ void find_d_s() {
         hw::wgmma_wait_in_place<0>(launch.items > 0);
         hw::pin(d_p);
         if (LAST) arrive(shared.v_free());
+        exponentiate<SOONER, QUERIES / 8>();
+        if (SOONER < QUERIES / 8) pack(p);
         weigh();
         multiply_by_slopes();
         if (USES_TABLE) {
@@ -187,25 +207,25 @@ struct Scores {
         }
         pack(d_s);
     }
-    // To shared memory, keys down; 16 x 16 numbers of a warp at a time.
-    __device__ __forceinline__ void write(uint32 tile, const uint32 (&from)[QUERIES / 16][4]) const {
-        const int row = first_row() + lane % 16;
-        const uint32 at = tile + row * ROW_BYTES;
+    // To shared memory, queries down, as d_q takes it; 16 x 16 numbers of a warp at a time.
+    __device__ __forceinline__ void write_turned(uint32 tile, const uint32 (&from)[QUERIES / 16][4]) const {
+        const int key = first_row() + lane / 8 % 2 * 8, query = first_query() + lane / 16 * 8 + lane % 8;
+        const uint32 at = tile + (key / PART * TILE_Q + query) * ROW_BYTES + ((key % PART / 8) ^ query % 8) * 16;
 #pragma unroll
-        for (int k = 0; k < QUERIES / 16; k++)
-            hw::store_matrices(at + k / 4 * S_PART_BYTES + ((first_query() / 8 + k % 4 * 2 + lane / 16) ^ row % 8) * 16,
-                               from[k]);
+        for (int k = 0; k < QUERIES / 16; k++) hw::store_matrices_turned(at + k * 16 * ROW_BYTES, from[k]);
     }
 
-    // 6 d_q = d_s.T @ k: of 64 queries, all keys and some columns
-    template <int N> __device__ __forceinline__ void multiply_d_q(float (&to)[N / 2], uint32 d_s, uint32 k_columns) const {
+    // 6 d_q = d_s.T @ k: of 64 queries, all keys and some columns. d_s lies queries down, or keys down, and is turned.
+    template <int N, bool TURNED>
+    __device__ __forceinline__ void multiply_d_q(float (&to)[N / 2], uint32 d_s, uint32 k_columns) const {
         const uint64 a_at = swizzled_128(d_s, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(k_columns, 8 * ROW_BYTES, TILE_K * ROW_BYTES);
 #pragma unroll
         for (int k = 0; k < TILE_K / 16; k++) {
-            const uint64 a = a_at + k * 16 * ROW_BYTES / 16, b = b_at + k * 16 * ROW_BYTES / 16;
-            if (k == 0) hw::wgmma<N, false, true, true>(to, a, b);
-            else hw::wgmma<N, true, true, true>(to, a, b);
+            const int row = k * 16 * ROW_BYTES;
+            const uint64 a = further(a_at, TURNED ? row : k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32), b = further(b_at, row);
+            if (k == 0) hw::wgmma<N, false, TURNED, true>(to, a, b);
+            else hw::wgmma<N, true, TURNED, true>(to, a, b);
         }
         hw::wgmma_commit();
     }
