@@ -164,6 +164,20 @@ def _initial_gradient(call: Call, numbers: Any, d_state: LinearState | None) -> 
     return LinearState(kv, z, d_state.log_decay)
 
 
+def forward_tape(problem: Problem) -> Tape:
+    """The launches that give out and norm for q, k and v that lie as these do."""
+    tape = Tape(problem.q, problem.k, problem.v)
+    done = forward(problem, tape=tape)
+    return tape.finished(done.out, done.norm)
+
+
+def backward_tape(problem: Problem, done: Done, d_out: Any) -> Tape:
+    """Those that give d_q, d_k and d_v for q, k, v, out, norm and d_out."""
+    tape = Tape(problem.q, problem.k, problem.v, done.out, done.norm, d_out)
+    grads = backward(problem, done, d_out, None, tape=tape)
+    return tape.finished(grads.q, grads.k, grads.v)
+
+
 # -- states -----------------------------------------------------------------------------------------------------------
 
 

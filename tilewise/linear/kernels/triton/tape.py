@@ -18,9 +18,25 @@ _OPTIONS = ("num_warps", "num_stages")
 
 
 class _Launch(NamedTuple):
-    run: Callable[..., Any]
+    run: Callable[..., Any]  # given a stream and the arguments
     args: list[Any]  # as they were: constants among them stay what they are
     places: list[tuple[int, int | tuple[int, ...]]]  # which of them are tensors, or tuples of tensors, of the tape
+
+
+def _launcher(compiled: Any, grid: tuple[int, int]) -> Callable[..., Any]:
+    """What Triton calls in the end, past its hooks: the grid, a stream, the function, what it is told of itself, three
+    hooks' places and the arguments."""
+    run, function, told = compiled.run, compiled.function, compiled.packed_metadata
+    x, y = grid
+
+    def launch(stream: int, *args: Any) -> None:
+        run(x, y, 1, stream, function, told, None, None, None, *args)
+
+    return launch
+
+
+def _interpret(run: Callable[..., Any], options: dict[str, Any], stream: None, *args: Any) -> None:
+    run(*args, **options)
 
 
 class Tape:
@@ -30,6 +46,7 @@ class Tape:
         self._sizes: list[tuple[Any, ...]] = []
         self._launches: list[_Launch] = []
         self._results: list[int | None] = []
+        self._interpreted = modules.is_interpreted()
 
     def empty(self, size: Sequence[int], dtype: Any, device: Any, steps: Sequence[int] | None = None) -> Any:
         """A tensor with nothing in it yet."""
@@ -46,12 +63,12 @@ class Tape:
         compiled = kernel[grid](*args, **named)
         options = {name: named.pop(name) for name in _OPTIONS if name in named}
         all_args = [*args, *(named[name] for name in kernel.arg_names[len(args) :])]
-        if modules.is_interpreted():
-            run: Callable[..., Any] = partial(kernel[grid], **options)
+        if self._interpreted:
+            run: Callable[..., Any] = partial(_interpret, kernel[grid], options)
         elif compiled is None:  # it was compiled for a GPU that is not here
             return
         else:
-            run = compiled[(*grid, 1)]
+            run = _launcher(compiled, grid)
         places = [(i, place) for i, x in enumerate(all_args) if (place := self._place(x)) is not None]
         self._launches.append(_Launch(run, all_args, places))
 
@@ -68,12 +85,15 @@ class Tape:
         """The same for other tensors."""
         made = [torch.empty_strided(size, steps, dtype=dtype, device=device) for size, steps, dtype, device in self._sizes]
         tensors = [*given, *made]
-        values = tensors if modules.is_interpreted() else [None if x is None else x.data_ptr() for x in tensors]
+        if self._interpreted:
+            values, stream = tensors, None
+        else:
+            values, stream = [x.data_ptr() for x in tensors], torch.cuda.current_stream().cuda_stream
         for run, args, places in self._launches:
             args = args.copy()
             for i, place in places:
                 args[i] = values[place] if isinstance(place, int) else tuple(values[number] for number in place)
-            run(*args)
+            run(stream, *args)
         return [None if number is None else tensors[number] for number in self._results]
 
     def _place(self, x: Any) -> int | tuple[int, ...] | None:
