@@ -24,7 +24,7 @@ from tilewise.kernels.triton.fitting import padded
 from tilewise.kernels.triton.ops import function
 from tilewise.kernels.triton.tuning import processors
 from tilewise.linear.features import slope
-from tilewise.linear.kernels.triton.choices import choice_of, residents, segments_for
+from tilewise.linear.kernels.triton.choices import Choice, choice_of, segments_for
 from tilewise.linear.kernels.triton.source import backward as backward_kernels
 from tilewise.linear.kernels.triton.source import forward as forward_kernels
 from tilewise.linear.kernels.triton.source import states as state_kernels
@@ -64,13 +64,16 @@ class Call(NamedTuple):
     def is_one_segment(self) -> bool:
         return self.by_kernels and self.segments.number == 1
 
+    def choice(self, kernel: str) -> Choice:
+        return choice_of(kernel, self.problem.shape, is_plain(self.problem), self.chunk)
+
     def numbers(self, *size: int) -> Any:
         return self.tape.empty(size, torch.float32, self.problem.q.device)
 
     def launch(self, kernel: Any, heads: int, width: int, *args: Any, segments: int | None = None, **named: Any) -> None:
         """For each block of a state that has so many rows or columns, head and segment."""
         shape = self.problem.shape
-        choice = choice_of(kernel.__name__, shape, self.chunk)
+        choice = self.choice(kernel.__name__)
         blocks = -(-width // choice.block)
         grid = (shape.batch * heads * blocks, self.segments.number if segments is None else segments)
         self.tape.launch(
@@ -116,8 +119,10 @@ def backward(
     states, totals = _states(call, None)
     d_q, d_k, d_v = (call.tape.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
     norm, shift = (done.norm, call.numbers(*done.norm.shape)) if spec.normalize else (None, None)
-    blocks = -(-shape.d // choice_of("linear_d_query", shape, chunk).block)
-    d_rows, d_columns = (None if decay is None else call.numbers(blocks, *x.shape[:3]) for x in (q, k))
+    d_rows, d_columns = (
+        None if decay is None else call.numbers(-(-shape.d // call.choice(kernel).block), *x.shape[:3])
+        for kernel, x in (("linear_d_query", q), ("linear_d_keys", k))
+    )
     pulled = _parts(d_state)
     d_initial = None if problem.initial is None else _empty_state(call)
     functions = _functions(spec)
@@ -256,11 +261,17 @@ def _decay_gradient(problem: Problem, d_c: Any, state: LinearState, d_state: Lin
 def segments_of(problem: Problem, chunk: int | None = None) -> Segments:
     """As many as keep all processors busy, and no more: k and v are read for each state once more."""
     shape = problem.shape
-    choice = choice_of("outputs", shape, chunk)
+    choice = choice_of("outputs", shape, is_plain(problem), chunk)
     programs = shape.batch * shape.heads * -(-shape.d_v // choice.block)
-    rows = segment_rows(shape.n_q, choice.chunk, programs, residents(shape) * processors(problem.q.device))
+    rows = segment_rows(shape.n_q, choice.chunk, programs, choice.residents * processors(problem.q.device))
     lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
     return _segments(str(problem.q.device), lengths, rows)
+
+
+def is_plain(problem: Problem) -> bool:
+    """Whether rows of q, k, v and d_out go into products as they are."""
+    spec = problem.spec
+    return spec.feature.key == S.key and problem.decay is None and not spec.normalize and _scale(spec) is None
 
 
 def segment_rows(n: int, chunk: int, programs: int, slots: int) -> int:
