@@ -38,7 +38,9 @@ def _tensors(seed: int, heads_k: int = 2) -> list[Any]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"normalize": False, "feature_map": "identity", "scale": 0.5}, {"causal": False}])
+@pytest.mark.parametrize(
+    "options", [{}, {"normalize": False, "feature_map": "identity", "scale": 0.5}, {"causal": False}]
+)
 def test_other_tensors_that_lie_the_same(repeated: list[int], options: dict[str, Any]) -> None:
     for seed in range(2):
         q, k, v = _tensors(seed, heads_k=2 - seed if options else 2)

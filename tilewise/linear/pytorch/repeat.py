@@ -42,7 +42,7 @@ class Known:
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Recorded.apply(self, q, k, v)  # type: ignore[no-any-return]
+            return _Recorded.apply(self, q, k, v)
         return self.forward(q, k, v)[0]
 
     def forward(self, *given: Tensor) -> list[Tensor]:
@@ -72,7 +72,7 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        run = _RecordedBackward.apply if torch.is_grad_enabled() else _backward
+        run: Any = _RecordedBackward.apply if torch.is_grad_enabled() else _backward
         return None, *run(ctx.known, *ctx.saved_tensors, d_out)
 
 
@@ -126,6 +126,7 @@ def _key(
 def _make_known(q: Tensor, k: Tensor, v: Tensor, kernel: str, options: dict[str, Any]) -> Known | None:
     problem = outline(q, k, v, **options).problem
     system = dispatch.resolve(kernel, problem.shape)
-    if system.name != "triton" or problem.q.numel() == 0 or problem.v.numel() == 0 or not all(map(lies_well, (q, k, v))):
+    is_empty = 0 in (q.numel(), v.numel())
+    if system.name != "triton" or is_empty or not all(map(lies_well, (q, k, v))):
         return None
     return Known(problem, options["feature_map"])

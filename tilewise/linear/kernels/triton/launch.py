@@ -70,7 +70,9 @@ class Call(NamedTuple):
     def numbers(self, *size: int) -> Any:
         return self.tape.empty(size, torch.float32, self.problem.q.device)
 
-    def launch(self, kernel: Any, heads: int, width: int, *args: Any, segments: int | None = None, **named: Any) -> None:
+    def launch(
+        self, kernel: Any, heads: int, width: int, *args: Any, segments: int | None = None, **named: Any
+    ) -> None:
         """For each block of a state that has so many rows or columns, head and segment."""
         shape = self.problem.shape
         choice = self.choice(kernel.__name__)

@@ -83,7 +83,7 @@ class Tape:
 
     def again(self, *given: Any) -> list[Any]:
         """The same for other tensors."""
-        made = [torch.empty_strided(size, steps, dtype=dtype, device=device) for size, steps, dtype, device in self._sizes]
+        made = [torch.empty_strided(size, steps, dtype=type_, device=at) for size, steps, type_, at in self._sizes]
         tensors = [*given, *made]
         if self._interpreted:
             values, stream = tensors, None

@@ -108,8 +108,8 @@ def linear_d_keys(
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """states: gradients of the states behind each segment; d_state: that of the last. d_columns: of what keys decay by,
-    as d_rows is of rows. SUMS: z has a gradient. d_initial: where that of the state before the first segment goes, if it is
-    wanted."""
+    as d_rows is of rows. SUMS: z has a gradient. d_initial: where that of the state before the first segment goes, if
+    it is wanted."""
     b, hk, block = place_of(heads_k, BLOCKS)
     heads = heads_k * GROUP
     begin, end = segment_at(segments)
@@ -149,7 +149,7 @@ def linear_d_keys(
         if SLOPE is not None:
             d_f *= mapped(k_rows, SLOPE, first, end, i, CHUNK, D)
         store_head(d_k, d_k_steps, b, hk, first, end, i, d_f, CHUNK, D)
-    if d_initial is not None:
+    if d_initial is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if begin == 0:
             slot = tl.cast(b, tl.int64) * heads_k + hk
             store_state(d_initial[0] + slot * (D * D_V), d_initial[1] + slot * D, kv, z, i, j, True, D, D_V)
