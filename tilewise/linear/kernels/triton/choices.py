@@ -21,6 +21,11 @@ class Choice(NamedTuple):
     stages: int = 2  # with two, Triton 3.6 loads a chunk when the one before is done, and programs take turns
     residents: int = 2  # programs that a processor has at a time
 
+    @property
+    def one(self) -> float | None:
+        """See chunks.added."""
+        return 1.0 if 16 * self.warps > self.chunk and self.block >= 64 else None
+
 
 def choice_of(kernel: str, shape: Shape, plain: bool = False, chunk: int | None = None) -> Choice:
     """For one of the kernels, by its name. plain: rows are multiplied as they are, past the registers.

@@ -99,7 +99,7 @@ def forward(problem: Problem, chunk: int | None = None, tape: Tape | None = None
         forward_kernels.outputs, shape.heads, shape.d_v, q, k, v, decay, states, _parts(problem.initial), out,
         norm if spec.normalize else None, final if call.by_kernels else None, *_steps(q, k, v, decay, out),
         call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, _scale(spec),
-        FEATURE=_functions(spec).feature, CAUSAL=spec.causal,
+        one=call.choice("outputs").one, FEATURE=_functions(spec).feature, CAUSAL=spec.causal,
     )  # fmt: skip
     state = LinearState(None, None, None)
     if final is not None:
@@ -134,7 +134,7 @@ def backward(
         backward_kernels.linear_d_query, shape.heads, shape.d,
         q, k, v, decay, states, _parts(problem.initial), done.out, norm, d_out, d_q, shift, d_rows,
         *_steps(q, k, v, decay, done.out, d_out, d_q), segments.table, segments.number, shape.heads, shape.group,
-        shape.n_q, _scale(spec), SLOPE=functions.slope, **named,
+        shape.n_q, _scale(spec), one=call.choice("linear_d_query").one, SLOPE=functions.slope, **named,
     )  # fmt: skip
     if states is not None:
         call.launch(
@@ -146,13 +146,13 @@ def backward(
     call.launch(
         backward_kernels.linear_d_keys, shape.heads_k, shape.d,
         q, k, v, decay, states, pulled, norm, d_out, shift, d_k, d_columns, d_initial if call.by_kernels else None,
-        *_steps(q, k, v, decay, d_out, d_k), *by_key,
+        *_steps(q, k, v, decay, d_out, d_k), *by_key, one=call.choice("linear_d_keys").one,
         GROUP=shape.group, SLOPE=functions.slope, SUMS=spec.normalize or d_state is not None, **named,
     )  # fmt: skip
     call.launch(
         backward_kernels.d_values, shape.heads_k, shape.d_v,
         q, k, decay, states, pulled, norm, d_out, d_v, *_steps(q, k, decay, d_out, d_v), *by_key,
-        GROUP=shape.group, **named,
+        one=call.choice("d_values").one, GROUP=shape.group, **named,
     )  # fmt: skip
     d_decay = None
     if d_rows is not None and d_columns is not None:

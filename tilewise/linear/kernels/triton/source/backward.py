@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tilewise.linear.kernels.triton.source.chunks import (
+    added,
     after,
     decayed,
     decays,
@@ -31,7 +32,7 @@ from tilewise.linear.kernels.triton.source.chunks import (
 def linear_d_query(
     q, k, v, decay, states, initial, out, norm, d_out, d_q, shift, d_rows,
     q_steps, k_steps, v_steps, decay_steps, out_steps, d_out_steps, d_q_steps,
-    segments, n_segments, heads, group, n, scale, FEATURE: tl.constexpr, SLOPE: tl.constexpr, CAUSAL: tl.constexpr,
+    segments, n_segments, heads, group, n, scale, one, FEATURE: tl.constexpr, SLOPE: tl.constexpr, CAUSAL: tl.constexpr,
     TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +62,7 @@ def linear_d_query(
             d_w = product(g, tl.trans(v_rows), TYPE)
             if norm is not None:
                 d_w += e[:, None]
-            d_f += product(within(d_w, c, decay, CHUNK), f_k, TYPE)
+            d_f = added(d_f, product(within(d_w, c, decay, CHUNK), f_k, TYPE), one)
             # 4 the state after it
             kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS=norm is not None)
         # 5 finish: d_q
@@ -79,7 +80,7 @@ def linear_d_query(
 @triton.jit
 def key_rows(
     d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, h, heads, n, first, end, i, j, scale,
-    FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    one, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
 ):  # fmt: skip
     """One head's queries: what they add to the gradient of a chunk's keys, and to that of the state."""
     # 3 weights within the chunk
@@ -89,7 +90,7 @@ def key_rows(
     if norm is not None:
         e = load_numbers(shift, b, h, heads, n, first, end, CHUNK)
         d_w += e[None, :]
-    d_f += product(within(d_w, c, decay, CHUNK, TURNED=True), f_q, TYPE)
+    d_f = added(d_f, product(within(d_w, c, decay, CHUNK, TURNED=True), f_q, TYPE), one)
     # 4 the gradient of the state before it
     f_q = decayed(f_q, c, decay)
     kv += product(tl.trans(f_q), g, TYPE)
@@ -102,7 +103,7 @@ def key_rows(
 def linear_d_keys(
     q, k, v, decay, states, d_state, norm, d_out, shift, d_k, d_columns, d_initial,
     q_steps, k_steps, v_steps, decay_steps, d_out_steps, d_k_steps,
-    segments, n_segments, heads_k, n, scale,
+    segments, n_segments, heads_k, n, scale, one,
     GROUP: tl.constexpr, FEATURE: tl.constexpr, SLOPE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr,
     TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -131,13 +132,13 @@ def linear_d_keys(
             if GROUP == 1:  # no loop in the loop: what comes next is loaded meanwhile
                 d_f, kv, z = key_rows(
                     d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, hk, heads, n, first,
-                    end, i, j, scale, FEATURE, TYPE, CHUNK, D, D_V,
+                    end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
                 )  # fmt: skip
             else:
                 for h in range(hk * GROUP, (hk + 1) * GROUP):
                     d_f, kv, z = key_rows(
                         d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, h, heads, n,
-                        first, end, i, j, scale, FEATURE, TYPE, CHUNK, D, D_V,
+                        first, end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
                     )  # fmt: skip
         # 5 finish: d_k
         if d_columns is not None or SLOPE is not None:
@@ -158,14 +159,14 @@ def linear_d_keys(
 @triton.jit
 def value_rows(
     acc, kv, f_k, q, d_out, norm, decay, c, q_steps, d_out_steps, b, h, heads, n, first, end, i, j, scale,
-    FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    one, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
 ):  # fmt: skip
     """One head's queries: what they add to the gradient of a chunk's values, and to that of the state."""
     # 3 weights within the chunk
     f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
     g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
     w = within(product(f_k, tl.trans(f_q), TYPE), c, decay, CHUNK, TURNED=True)
-    acc += product(w, g, TYPE)
+    acc = added(acc, product(w, g, TYPE), one)
     # 4 the gradient of the state before it
     kv += product(tl.trans(decayed(f_q, c, decay)), g, TYPE)
     return acc, kv
@@ -174,7 +175,7 @@ def value_rows(
 @triton.jit
 def d_values(
     q, k, decay, states, d_state, norm, d_out, d_v, q_steps, k_steps, decay_steps, d_out_steps, d_v_steps,
-    segments, n_segments, heads_k, n, scale, GROUP: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
+    segments, n_segments, heads_k, n, scale, one, GROUP: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
     TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -197,13 +198,13 @@ def d_values(
             if GROUP == 1:
                 acc, kv = value_rows(
                     acc, kv, f_k, q, d_out, norm, decay, c, q_steps, d_out_steps, b, hk, heads, n, first, end, i, j,
-                    scale, FEATURE, TYPE, CHUNK, D, D_V,
+                    scale, one, FEATURE, TYPE, CHUNK, D, D_V,
                 )  # fmt: skip
             else:
                 for h in range(hk * GROUP, (hk + 1) * GROUP):
                     acc, kv = value_rows(
                         acc, kv, f_k, q, d_out, norm, decay, c, q_steps, d_out_steps, b, h, heads, n, first, end, i, j,
-                        scale, FEATURE, TYPE, CHUNK, D, D_V,
+                        scale, one, FEATURE, TYPE, CHUNK, D, D_V,
                     )  # fmt: skip
         # 5 finish: d_v
         store_head(d_v, d_v_steps, b, hk, first, end, j, acc, CHUNK, D_V)

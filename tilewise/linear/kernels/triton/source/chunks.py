@@ -35,6 +35,16 @@ def product(a, b, TYPE: tl.constexpr):
     return tl.dot(operand(a, TYPE), operand(b, TYPE), input_precision="ieee" if TYPE == tl.float32 else "tf32")
 
 
+@triton.jit
+def added(x, y, one):
+    """The sum of two products. Triton would have the second begin with the first. Where there are more warps than rows
+    for them, it then computes the first once for each group of warps and moves it to another layout: with a factor that
+    it does not know to be 1 it does not. one: that factor, or None."""
+    if one is not None:
+        x, y = x * one, y * one
+    return x + y
+
+
 # -- rows of a chunk --------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from tilewise.linear.kernels.triton.source.chunks import (
+    added,
     after,
     decayed,
     decays,
@@ -25,8 +26,8 @@ from tilewise.linear.kernels.triton.source.chunks import (
 @triton.jit
 def outputs(
     q, k, v, decay, states, initial, out, norm, final, q_steps, k_steps, v_steps, decay_steps, out_steps,
-    segments, n_segments, heads, group, n, scale, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, TYPE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    segments, n_segments, heads, group, n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """final: where the state after the last segment goes (kv, z), if it is wanted from here."""
@@ -48,7 +49,7 @@ def outputs(
             f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
             v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
             w = within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK)
-            acc += product(w, v_rows, TYPE)
+            acc = added(acc, product(w, v_rows, TYPE), one)
             if norm is not None:
                 sums += tl.sum(w, 1)
             # 4 the state after it
