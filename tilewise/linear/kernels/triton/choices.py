@@ -27,16 +27,13 @@ class Choice(NamedTuple):
         return 1.0 if 16 * self.warps > self.chunk and self.block >= 64 else None
 
 
-def choice_of(kernel: str, shape: Shape, plain: bool = False, chunk: int | None = None) -> Choice:
-    """For one of the kernels, by its name. plain: rows are multiplied as they are, past the registers.
-
-    No block is narrower than 64 in half precision: see fitting.WIDE. Float32 is multiplied without tensor cores, by
-    threads that each hold their part of the rows.
-    """
+def choice_of(kernel: str, shape: Shape, chunk: int | None = None) -> Choice:
+    """For one of the kernels, by its name. No block is narrower than 64 in half precision: see fitting.WIDE. Float32 is
+    multiplied without tensor cores, by threads that each hold their part of the rows."""
     d, d_v = padded(shape.d, shape.dtype), padded(shape.d_v, shape.dtype)
     block = min(_COLUMNS, d, d_v)
     room = shared_memory(shape.device)
-    if plain and shape.dtype == "bfloat16" and room >= _HOPPER:
+    if shape.dtype == "bfloat16" and room >= _HOPPER:
         if max(d, d_v) > _COLUMNS:
             return Choice(chunk or 64, min(d, d_v), 8, 3, 1)
         return Choice(chunk or 64, block, 4, 3, 2)

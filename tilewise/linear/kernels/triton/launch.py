@@ -65,7 +65,7 @@ class Call(NamedTuple):
         return self.by_kernels and self.segments.number == 1
 
     def choice(self, kernel: str) -> Choice:
-        return choice_of(kernel, self.problem.shape, is_plain(self.problem), self.chunk)
+        return choice_of(kernel, self.problem.shape, self.chunk)
 
     def numbers(self, *size: int) -> Any:
         return self.tape.empty(size, torch.float32, self.problem.q.device)
@@ -263,17 +263,11 @@ def _decay_gradient(problem: Problem, d_c: Any, state: LinearState, d_state: Lin
 def segments_of(problem: Problem, chunk: int | None = None) -> Segments:
     """As many as keep all processors busy, and no more: k and v are read for each state once more."""
     shape = problem.shape
-    choice = choice_of("outputs", shape, is_plain(problem), chunk)
+    choice = choice_of("outputs", shape, chunk)
     programs = shape.batch * shape.heads * -(-shape.d_v // choice.block)
     rows = segment_rows(shape.n_q, choice.chunk, programs, choice.residents * processors(problem.q.device))
     lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
     return _segments(str(problem.q.device), lengths, rows)
-
-
-def is_plain(problem: Problem) -> bool:
-    """Whether rows of q, k, v and d_out go into products as they are."""
-    spec = problem.spec
-    return spec.feature.key == S.key and problem.decay is None and not spec.normalize and _scale(spec) is None
 
 
 def segment_rows(n: int, chunk: int, programs: int, slots: int) -> int:
