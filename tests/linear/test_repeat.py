@@ -66,6 +66,17 @@ def test_gradients_that_are_expanded_and_no_second_ones() -> None:
         d_q.sum().backward()
 
 
+def test_one_tensor_three_times_and_then_three(repeated: list[int]) -> None:
+    q, k, v = _tensors(0)
+    tw.linear_attention(q, q, q, kernel="triton").sum().backward()
+    out = tw.linear_attention(q, k, v, kernel="triton")
+    grads = torch.autograd.grad(out, (q, k, v), out.detach())
+    want, _ = tw.linear_attention(q, k, v, kernel="triton", return_state=True)
+    assert len(repeated) == 4 and torch.equal(out, want)
+    for grad, expected in zip(grads, torch.autograd.grad(want, (q, k, v), out.detach()), strict=True):
+        assert torch.equal(grad, expected)
+
+
 def test_what_is_not_repeated(repeated: list[int]) -> None:
     q, k, v = _tensors(0)
     with torch.no_grad():

@@ -37,7 +37,8 @@ class Known:
         self._spec = Linear(spec.feature, spec.causal, spec.normalize, spec.scale, keeps_state=False)
         self._launch = launch
         self._held = feature_map  # which keys may name by its id: nothing else may get that
-        self._tape = launch.forward_tape(Problem(self._spec, problem.q, problem.k, problem.v))
+        with device_of(problem.q):
+            self._tape = launch.forward_tape(Problem(self._spec, problem.q, problem.k, problem.v))
         self._backward: Kept[Any] = Kept(_CACHE_SIZE)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -45,29 +46,30 @@ class Known:
             return _Recorded.apply(self, q, k, v)
         return self.forward(q, k, v)[0]
 
-    def forward(self, *given: Tensor) -> list[Tensor]:
-        """out and norm."""
+    def forward(self, *given: Tensor) -> list[Any]:
+        """out, norm, and the states before segments, if there are several."""
         with device_of(given[0]):
             return self._tape.again(*given)
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, d_out: Tensor) -> list[Tensor]:
-        """d_q, d_k, d_v."""
-        given = q, k, v, out, norm, d_out
-        key = (are_aligned(d_out), *layout(d_out))  # all others lie as they did forwards
-        with device_of(q):
+    def backward(self, *given: Any) -> list[Tensor]:
+        """d_q, d_k, d_v of q, k, v, out, norm, states, d_out."""
+        key = (are_aligned(given[-1]), *layout(given[-1]))  # all others lie as they did forwards
+        with device_of(given[0]):
             return self._backward.found(key, lambda: self._backward_tape(*given)).again(*given)  # type: ignore[no-any-return]
 
-    def _backward_tape(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, d_out: Tensor) -> Any:
+    def _backward_tape(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, states: Any, d_out: Tensor
+    ) -> Any:
         done = Done(out, norm, LinearState(None, None, None))
-        return self._launch.backward_tape(Problem(self._spec, q, k, v), done, d_out)
+        return self._launch.backward_tape(Problem(self._spec, q, k, v), done, states, d_out)
 
 
 class _Recorded(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, known: Known, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, norm = known.forward(q, k, v)
+        out, norm, states = known.forward(q, k, v)
         ctx.known = known
-        ctx.save_for_backward(q, k, v, out, norm)  # raises in backward if one was changed in place since
+        ctx.save_for_backward(q, k, v, out, norm, states)  # raises in backward if one was changed in place since
         return out
 
     @staticmethod
@@ -76,11 +78,10 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
         return None, *run(ctx.known, *ctx.saved_tensors, d_out)
 
 
-def _backward(
-    known: Known, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, d_out: Tensor
-) -> tuple[Tensor, ...]:
+def _backward(known: Known, *given: Any) -> tuple[Tensor, ...]:
     """Gradients of sums come expanded from one number."""
-    return tuple(known.backward(q, k, v, out, norm, d_out if lies_well(d_out) else d_out.contiguous()))
+    *saved, d_out = given
+    return tuple(known.backward(*saved, d_out if lies_well(d_out) else d_out.contiguous()))
 
 
 class _RecordedBackward(torch.autograd.Function):  # type: ignore[misc]

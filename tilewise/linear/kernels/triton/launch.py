@@ -7,6 +7,7 @@ are enough for all processors there is one segment, and no states.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
@@ -85,11 +86,16 @@ class Call(NamedTuple):
         )  # fmt: skip
 
 
+def forward(problem: Problem, chunk: int | None = None) -> Done:
+    return _forward(problem, chunk, Tape(problem.q, problem.k, problem.v))[0]
+
+
 # Triton's interpreter computes with NumPy, which warns of what IEEE's inf and NaN are for.
 @np.errstate(all="ignore")
-def forward(problem: Problem, chunk: int | None = None, tape: Tape | None = None) -> Done:
+def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any]:
+    """With the states before each segment, if there are several."""
     shape, spec, q, k, v, decay = problem.shape, problem.spec, problem.q, problem.k, problem.v, problem.decay
-    call = Call(problem, segments_of(problem, chunk), chunk, tape or Tape(q, k, v))
+    call = Call(problem, segments_of(problem, chunk), chunk, tape)
     final = _empty_state(call) if spec.keeps_state else None
     states, _ = _states(call, final)
     sizes, steps = arrays.stored_as(q, v)
@@ -106,19 +112,19 @@ def forward(problem: Problem, chunk: int | None = None, tape: Tape | None = None
         if 0 in (shape.n_q, shape.batch, shape.heads) and call.by_kernels:
             final = _untouched(problem)
         state = LinearState(*final, _log_decay(problem))
-    return Done(out, norm, state)
+    return Done(out, norm, state), states
 
 
 @np.errstate(all="ignore")
 def backward(
     problem: Problem, done: Done, d_out: Any, d_state: LinearState | None, chunk: int | None = None,
-    tape: Tape | None = None,
+    tape: Tape | None = None, states: Any = None,
 ) -> LinearGrads:  # fmt: skip
-    """Gradients of sum(out * d_out) + sum(state * d_state)."""
+    """Gradients of sum(out * d_out) + sum(state * d_state). states: those before each segment, if they were kept."""
     shape, spec, q, k, v, decay = problem.shape, problem.spec, problem.q, problem.k, problem.v, problem.decay
     call = Call(problem, segments_of(problem, chunk), chunk, tape or Tape(q, k, v, done.out, done.norm, d_out))
     segments = call.segments
-    states, totals = _states(call, None)
+    states, totals = _states(call, None) if states is None else (states, None)
     d_q, d_k, d_v = (call.tape.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
     norm, shift = (done.norm, call.numbers(*done.norm.shape)) if spec.normalize else (None, None)
     d_rows, d_columns = (
@@ -136,22 +142,23 @@ def backward(
         *_steps(q, k, v, decay, done.out, d_out, d_q), segments.table, segments.number, shape.heads, shape.group,
         shape.n_q, _scale(spec), one=call.choice("linear_d_query").one, SLOPE=functions.slope, **named,
     )  # fmt: skip
-    if states is not None:
+    d_states = None if states is None else call.numbers(*states.shape)
+    if d_states is not None:
         call.launch(
             state_kernels.d_segment_states, shape.heads_k, shape.d_v,
-            q, d_out, norm, shift, decay, states, *_steps(q, d_out, decay), *by_key,
+            q, d_out, norm, shift, decay, d_states, *_steps(q, d_out, decay), *by_key,
             GROUP=shape.group, FEATURE=functions.feature,
         )  # fmt: skip
-        _scan(call, states, totals, pulled, None if call.by_kernels else d_initial, backwards=True)
+        _scan(call, d_states, totals, pulled, None if call.by_kernels else d_initial, backwards=True)
     call.launch(
         backward_kernels.linear_d_keys, shape.heads_k, shape.d,
-        q, k, v, decay, states, pulled, norm, d_out, shift, d_k, d_columns, d_initial if call.by_kernels else None,
+        q, k, v, decay, d_states, pulled, norm, d_out, shift, d_k, d_columns, d_initial if call.by_kernels else None,
         *_steps(q, k, v, decay, d_out, d_k), *by_key, one=call.choice("linear_d_keys").one,
         GROUP=shape.group, SLOPE=functions.slope, SUMS=spec.normalize or d_state is not None, **named,
     )  # fmt: skip
     call.launch(
         backward_kernels.d_values, shape.heads_k, shape.d_v,
-        q, k, decay, states, pulled, norm, d_out, d_v, *_steps(q, k, decay, d_out, d_v), *by_key,
+        q, k, decay, d_states, pulled, norm, d_out, d_v, *_steps(q, k, decay, d_out, d_v), *by_key,
         one=call.choice("d_values").one, GROUP=shape.group, **named,
     )  # fmt: skip
     d_decay = None
@@ -172,16 +179,19 @@ def _initial_gradient(call: Call, numbers: Any, d_state: LinearState | None) -> 
 
 
 def forward_tape(problem: Problem) -> Tape:
-    """The launches that give out and norm for q, k and v that lie as these do."""
+    """The launches that give out, norm and states (or None) for q, k and v that lie as these do."""
+    problem = replace(problem, q=problem.q.detach(), k=problem.k.detach(), v=problem.v.detach())  # all of them others
     tape = Tape(problem.q, problem.k, problem.v)
-    done = forward(problem, tape=tape)
-    return tape.finished(done.out, done.norm)
+    done, states = _forward(problem, None, tape)
+    return tape.finished(done.out, done.norm, states)
 
 
-def backward_tape(problem: Problem, done: Done, d_out: Any) -> Tape:
-    """Those that give d_q, d_k and d_v for q, k, v, out, norm and d_out."""
-    tape = Tape(problem.q, problem.k, problem.v, done.out, done.norm, d_out)
-    grads = backward(problem, done, d_out, None, tape=tape)
+def backward_tape(problem: Problem, done: Done, states: Any, d_out: Any) -> Tape:
+    """Those that give d_q, d_k and d_v for q, k, v, out, norm, states and d_out."""
+    problem = replace(problem, q=problem.q.detach(), k=problem.k.detach(), v=problem.v.detach())
+    done, d_out = replace(done, out=done.out.detach()), d_out.detach()
+    tape = Tape(problem.q, problem.k, problem.v, done.out, done.norm, states, d_out)
+    grads = backward(problem, done, d_out, None, tape=tape, states=states)
     return tape.finished(grads.q, grads.k, grads.v)
 
 

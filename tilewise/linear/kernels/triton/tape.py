@@ -42,16 +42,18 @@ def _interpret(run: Callable[..., Any], options: dict[str, Any], stream: None, *
 class Tape:
     def __init__(self, *given: Any) -> None:
         self._tensors: list[Any] = list(given)  # by their numbers on the tape; forgotten by `finished`
-        self._given = len(given)
         self._sizes: list[tuple[Any, ...]] = []
         self._launches: list[_Launch] = []
         self._results: list[int | None] = []
+        self._tables: list[Any] = []  # tensors that are the same in every call; here they last as long as the tape
         self._interpreted = modules.is_interpreted()
 
     def empty(self, size: Sequence[int], dtype: Any, device: Any, steps: Sequence[int] | None = None) -> Any:
         """A tensor with nothing in it yet."""
-        made = torch.empty(size, dtype=dtype, device=device)
-        made = made if steps is None else torch.empty_strided(size, steps, dtype=dtype, device=device)
+        if steps is None:
+            made = torch.empty(size, dtype=dtype, device=device)
+        else:
+            made = torch.empty_strided(size, steps, dtype=dtype, device=device)
         self._sizes.append((tuple(size), made.stride(), dtype, device))
         self._tensors.append(made)
         return made
@@ -70,10 +72,10 @@ class Tape:
         else:
             run = _launcher(compiled, grid)
         places = [(i, place) for i, x in enumerate(all_args) if (place := self._place(x)) is not None]
-        self._launches.append(_Launch(run, all_args, places))
+        self._launches.append(_Launch(run, [self._constant(x) for x in all_args], places))
 
     def finished(self, *results: Any) -> Tape:
-        """What `again` is to hand back. The tape then holds no tensors of the call."""
+        """What `again` is to hand back. The tape then holds no tensors of the call, but tables."""
         self._results = [self._number(x) for x in results]
         self._tensors = []
         for launch in self._launches:
@@ -88,13 +90,22 @@ class Tape:
         if self._interpreted:
             values, stream = tensors, None
         else:
-            values, stream = [x.data_ptr() for x in tensors], torch.cuda.current_stream().cuda_stream
+            values = [None if x is None else x.data_ptr() for x in tensors]
+            stream = torch.cuda.current_stream().cuda_stream
         for run, args, places in self._launches:
             args = args.copy()
             for i, place in places:
                 args[i] = values[place] if isinstance(place, int) else tuple(values[number] for number in place)
             run(stream, *args)
         return [None if number is None else tensors[number] for number in self._results]
+
+    def _constant(self, x: Any) -> Any:
+        """As launches take it: a table by its address."""
+        if self._interpreted or not isinstance(x, torch.Tensor):
+            return x
+        if self._number(x) is None:
+            self._tables.append(x)
+        return x.data_ptr()
 
     def _place(self, x: Any) -> int | tuple[int, ...] | None:
         """Where tensors are on the tape; None of what stays as it is: numbers, and tables that the host made."""
@@ -104,4 +115,4 @@ class Tape:
         return tuple(number for number in numbers if number is not None) or None
 
     def _number(self, x: Any) -> int | None:
-        return next((i for i, known in enumerate(self._tensors) if known is x), None)
+        return next((i for i, known in enumerate(self._tensors) if known is x and x is not None), None)
