@@ -101,12 +101,15 @@ def test_a_peer_that_lies_otherwise_is_measured(monkeypatch: pytest.MonkeyPatch)
         lambda q, k, v: peer(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2), ours=True
     )
     wrong = bench_gpu.Contestant(lambda q, k, v: 1.1 * q * k * v, ours=True)
+    broken = bench_gpu.Contestant(lambda q, k, v: q.no_such_thing(), ours=True)
     who = {"tilewise triton": ours, "tilewise wrong": wrong, bench_gpu.PEER: bench_gpu.Contestant(peer, turned=True)}
+    who |= {"tilewise broken": broken}
     monkeypatch.setattr(bench_gpu, "contestants", lambda shape: who)
     monkeypatch.setattr(bench_gpu, "_times", lambda entries, settings: dict(zip(entries, (1.0, 0.1, 3.0), strict=True)))
     monkeypatch.setattr(bench_gpu, "_call_milliseconds", lambda torch, call: call() is not None and 5.0)
     monkeypatch.setattr(bench_gpu, "_DEVICE", "cpu")
     records = bench_gpu.measured(torch, shape, Settings())
-    assert [r["status"] for r in records] == ["ok", "wrong", "ok"]
-    assert [r["forward_ratio"] for r in records] == [3.0, pytest.approx(30.0), None]
-    assert all(r["forward_call_ms"] == r["backward_call_ms"] == 5.0 for r in records)
+    assert [r["status"] for r in records] == ["ok", "wrong", "ok", "failed"]
+    assert [r["forward_ratio"] for r in records] == [3.0, pytest.approx(30.0), None, None]
+    assert all(r["forward_call_ms"] == r["backward_call_ms"] == 5.0 for r in records[:3])
+    assert "no_such_thing" in records[3]["reason"] and records[3]["backward_ms"] is None

@@ -109,32 +109,54 @@ def measured(torch: Any, shape: Shape, settings: Settings) -> list[Record]:
     size = (shape.batch, shape.heads, shape.n, shape.d)
     inputs = [torch.randn(size, device=_DEVICE, dtype=torch.bfloat16, generator=generator) for _ in range(4)]
     wanted = expected(torch, *(x[-1, -1] for x in inputs))
-    taking_part, records = contestants(shape), {}
-    forwards, backwards = {}, {}
-    for name, contestant in taking_part.items():
-        *operands, d_out = map(contestant.given, inputs)
-        leaves = [x.requires_grad_() for x in operands]
-        out = contestant.run(*leaves)
-        backward = partial(torch.autograd.grad, out, leaves, d_out, retain_graph=True)
-        error = _error([contestant.read(x) for x in (out, *backward())], wanted)
-        forwards[name] = Entry([_without_gradients(torch, partial(contestant.run, *leaves))])
-        backwards[name] = Entry([backward], capturable=False)
-        records[name] = {
-            **shape._asdict(), "contestant": name, "ours": contestant.ours,
-            "error": error if isfinite(error) else None, "status": "ok" if error <= WITHIN else "wrong",
-            "reason": None if error <= WITHIN else f"off by {error:.1%}",
-        }  # fmt: skip
+    records, entries = {}, {}
+    for name, contestant in contestants(shape).items():
+        records[name] = {**shape._asdict(), "contestant": name, "ours": contestant.ours, "error": None, "reason": None}
+        try:
+            found = _entered(torch, contestant, inputs)
+        except Exception as error:  # a contestant's failure is a result of the benchmark
+            records[name] |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+            continue
+        records[name] |= _judged(found.results, wanted)
+        entries[name] = found
     gigabytes = inputs[0].numel() * inputs[0].element_size() / 1e9
     # The least that must be moved: q, k, v and out; and q, k, v, d_out and three gradients.
-    for what, entries, least in (("forward", forwards, 4 * gigabytes), ("backward", backwards, 7 * gigabytes)):
-        times = _times(entries, settings)
+    for what, least in (("forward", 4 * gigabytes), ("backward", 7 * gigabytes)):
+        calls = {name: getattr(entry, what) for name, entry in entries.items()}
+        times = _times(calls, settings)
+        peer = times.get(PEER) if PEER in records and records[PEER]["status"] == "ok" else None
         for name, record in records.items():
-            own = times.get(name)
-            record[f"{what}_ms"] = own
-            record[f"{what}_rate"] = None if own is None else least / own * 1e3
-            record[f"{what}_call_ms"] = _call_milliseconds(torch, entries[name].calls[0])
-            record[f"{what}_ratio"] = times[PEER] / own if own and record["ours"] and PEER in times else None
+            ms = times.get(name)
+            record |= {
+                f"{what}_ms": ms,
+                f"{what}_rate": None if ms is None else least / ms * 1e3,
+                f"{what}_call_ms": None if ms is None else _call_milliseconds(torch, calls[name].calls[0]),
+                f"{what}_ratio": peer / ms if ms and peer and record["ours"] else None,
+            }
     return list(records.values())
+
+
+class _Entered(NamedTuple):
+    results: list[Any]  # out, d_q, d_k, d_v, as the inputs lie
+    forward: Entry
+    backward: Entry
+
+
+def _entered(torch: Any, contestant: Contestant, inputs: list[Any]) -> _Entered:
+    *operands, d_out = map(contestant.given, inputs)
+    leaves = [x.requires_grad_() for x in operands]
+    out = contestant.run(*leaves)
+    backward = partial(torch.autograd.grad, out, leaves, d_out, retain_graph=True)
+    results = [contestant.read(x) for x in (out, *backward())]
+    forward = Entry([_without_gradients(torch, partial(contestant.run, *leaves))])
+    return _Entered(results, forward, Entry([backward], capturable=False))
+
+
+def _judged(found: list[Any], wanted: list[Any]) -> Record:
+    error = _error(found, wanted)
+    if error <= WITHIN:
+        return {"status": "ok", "error": error}
+    return {"status": "wrong", "error": error if isfinite(error) else None, "reason": f"off by {error:.1%}"}
 
 
 def _times(entries: Mapping[str, Entry], settings: Settings) -> dict[str, float]:

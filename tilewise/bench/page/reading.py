@@ -229,7 +229,10 @@ def _linear_gpu(path: Path, results: Results) -> Run:
             share = rate / copy if rate and copy else None
             who, ours = r.get("contestant", "tilewise triton"), r.get("ours", True)
             ratio = _number(r, f"{name}_ratio") if f"{name}_ratio" in r else None
-            made.append(Measurement(cell, who, ours, ms=ms, value=rate, ratio=ratio, limit=copy, fraction=share))
+            made.append(Measurement(
+                cell, who, ours, r.get("status", "ok"), r.get("reason"), ms=ms, value=rate, ratio=ratio, limit=copy,
+                fraction=share,
+            ))  # fmt: skip
     where = results.get("machine") or {"gpu": results["gpu"]}
     limit, title = "the measured rate of a copy", "linear attention, bfloat16"
     return _run(path, results, made, name="linear", title=title, unit=Unit("GB/s"), limit=limit, machine=where)
