@@ -24,6 +24,7 @@ from tilewise.bench import report, suite, targets
 from tilewise.bench.gpu import report as gpu_report
 from tilewise.bench.gpu import suite as gpu_suite
 from tilewise.bench.gpu import targets as gpu_targets
+from tilewise.linear import bench_gpu as linear_gpu
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -158,8 +159,9 @@ def _conditions(results: Results, reading: bool = True) -> str:
 
 def gpu_target_table(results: Path, page: Path) -> str:
     found = _sections(results, "gpu")
-    checks = gpu_targets.checks(found)
-    if not checks:
+    linear = _linear(results)
+    checks = [*gpu_targets.checks(found), *(() if linear is None else linear_gpu.checks(linear))]
+    if not checks or not found:
         return _unmeasured("gpu", "")
     about = f"Ratios are our speed over the peer's. {gpu_report.conditions(next(iter(found.values())))}"
     return f"{_checks(checks)}\n\n{about}"
@@ -175,6 +177,20 @@ def gpu_section_table(name: str) -> Callable[[Path, Path], str]:
         return f"{table(head, rows)}\n\n{about}"
 
     return made
+
+
+def _linear(results: Path) -> Results | None:
+    path = results / "gpu" / "linear.json"
+    found: Results | None = json.loads(path.read_text()) if path.exists() else None
+    return found if found and found["schema"] == linear_gpu.SCHEMA else None
+
+
+def gpu_linear_table(results: Path, page: Path) -> str:
+    found = _linear(results)
+    if found is None:
+        return "Not measured yet: `tilewise bench --linear --device cuda --json results/gpu` does it."
+    about = f"From `results/gpu/linear.json`, {found['date'][:10]}. {linear_gpu.notes(found)}"
+    return f"{table(*linear_gpu.table_of(found))}\n\n{about}"
 
 
 # -- the NumPy kernel -------------------------------------------------------------------------------------------------
@@ -230,6 +246,7 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "cpu-scaling-picture": picture("cpu", "scaling", "Window and memory against n"),
     "gpu-targets": gpu_target_table,
     **{f"gpu-{name}": gpu_section_table(name) for name in gpu_suite.SECTIONS},
+    "gpu-linear": gpu_linear_table,
     "gpu-forward-picture": picture("gpu", "forward", "Forward: TFLOP/s beside the peers"),
     "gpu-stress-picture": picture("gpu", "stress", "Hard inputs: TFLOP/s beside the peers"),
     "gpu-variants-picture": picture("gpu", "variants", "Variants: TFLOP/s beside the peers"),

@@ -124,6 +124,11 @@ def test_linear_and_parallel_results_are_read(tmp_path: Path) -> None:
     first = runs["linear"].measurements[0]
     assert (first.contestant, first.ms, first.ratio) == ("tilewise linear", 256.0, pytest.approx(0.256))
     assert [m.fraction for m in runs["linear_gpu"].measurements[:2]] == [0.5, 0.25]
+    beside = [{**r, "contestant": who, "ours": ours, "status": status, "reason": None, "forward_ratio": ratio,
+               "backward_ratio": None} for r in LINEAR_GPU["records"] for who, ours, status, ratio in
+              (("tilewise triton", True, "ok", 2.5), ("flash-linear-attention", False, "wrong", None))]  # fmt: skip
+    run = reading.read(write(tmp_path / "beside.json", {**LINEAR_GPU, "schema": "linear gpu 2", "records": beside}))
+    assert [(m.ours, m.is_right, m.ratio) for m in run.measurements[:4:2]] == [(True, True, 2.5), (False, False, None)]
     assert runs["parallel"].measurements[1].more == {"sent, backward": "2.0 KiB"}
     assert "tilewise ring" in document.page(list(runs.values()))
 

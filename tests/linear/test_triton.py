@@ -21,7 +21,7 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chunks each, as a GPU would have them in a long sequence."""
     from tilewise.linear.kernels.triton import launch
 
-    monkeypatch.setattr(launch, "segment_rows", lambda n, wanted, chunk: 2 * chunk)
+    monkeypatch.setattr(launch, "segment_rows", lambda n, chunk, programs, slots: 2 * chunk)
 
 
 @pytest.mark.usefixtures("short_segments")
@@ -55,6 +55,6 @@ def test_wide_heads_are_refused() -> None:
 def test_segments_fill_a_gpu_and_no_more() -> None:
     from tilewise.linear.kernels.triton.launch import segment_rows
 
-    assert segment_rows(16384, wanted=9, chunk=64) == 64 * 29
-    assert segment_rows(2048, wanted=1, chunk=64) == 2048
-    assert segment_rows(100, wanted=50, chunk=64) == 256
+    assert segment_rows(16384, 64, programs=32, slots=264) == 2048  # eight segments: 256 programs
+    assert segment_rows(2048, 64, programs=256, slots=264) == 2048  # heads enough
+    assert segment_rows(100, 64, programs=2, slots=264) == 128  # too short to be worth a state

@@ -34,6 +34,7 @@ from tilewise.kernels.triton import (
     tuning,
 )
 from tilewise.linear import validate as linear
+from tilewise.linear.kernels.triton import choices as choices_linear
 from tilewise.linear.kernels.triton import launch as launch_linear
 from tilewise.pytorch.rope import rotation_on
 from tilewise.spec import Attention, Partial
@@ -133,8 +134,10 @@ def _turn(dtype: torch.dtype, d: int, rope: tw.Rope) -> None:
     launch_rope.turned(launch_rope.turned(x, turn), turn, back=True)
 
 
-def _linear(dtype: torch.dtype, d: int, normalize: bool = True, causal: bool = True, **options: Any) -> None:
-    q, k = (torch.zeros(1, heads, 160, d, dtype=dtype) for heads in (4, 2))
+def _linear(
+    dtype: torch.dtype, d: int, normalize: bool = True, causal: bool = True, n: int = 160, **options: Any
+) -> None:
+    q, k = (torch.zeros(1, heads, n, d, dtype=dtype) for heads in (4, 2))
     problem = linear.prepare(q, k, k, normalize=normalize, causal=causal, **options).problem
     done = launch_linear.forward(problem, None)
     launch_linear.backward(problem, done, torch.zeros_like(done.out), done.state, None)
@@ -155,7 +158,7 @@ def _stand_for(name: str, target: Target) -> None:
     """Launches compile, and find what such a GPU would tell of itself."""
     JITFunction.run = lambda kernel, *args, **named: _compile(target, kernel, *args, **named)
     tuning.architecture, tuning.shared_memory = (lambda device: name), (lambda device: target.shared_memory)
-    launch_linear.shared_memory = tuning.shared_memory
+    choices_linear.shared_memory = tuning.shared_memory
     tuning.processors = launch_decode.processors = launch_linear.processors = lambda device: 132
     arguments._has_copy_engine = launch_decode.starts_early = lambda device: target.copies
 
@@ -176,6 +179,7 @@ def _every_kernel(and_more: bool) -> None:
     _decode(Attention(0.1), torch.bfloat16, 128, None)
     _decode(Attention(0.1), torch.float16, 80, 16, tw.Rope(24, interleaved=True))
     _linear(torch.bfloat16, 64, decay=torch.zeros(2))
+    _linear(torch.bfloat16, 128, n=4096, normalize=False, feature_map="identity")
     if and_more:
         _further(causal, scores)
 
@@ -202,6 +206,7 @@ def _further(causal: Any, scores: list[Any]) -> None:
     for dtype, d in ((torch.bfloat16, 128), (torch.float16, 80), (torch.float32, 128)):
         _linear(dtype, d, decay=torch.zeros(1, 2, 160), feature_map=tw.tanh(tw.S) + 2.0)
         _linear(dtype, d, normalize=False)
+        _linear(dtype, d, normalize=False, feature_map="identity")
         _linear(dtype, d, causal=False)
     dense, padding = torch.zeros(4, 160, 160, dtype=torch.bool), torch.zeros(1, 160, dtype=torch.bool)
     _refine(causal & tw.dense(dense), torch.float16, 128)

@@ -15,7 +15,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         from tilewise.cli.bench import write
 
-        write(found, Path(args.json))
+        path = Path(args.json)
+        write(found, path / "linear.json" if path.is_dir() else path)
     return 0
 
 

@@ -51,7 +51,7 @@ def linear_attention(
     if arrays.is_torch(q):
         from tilewise.linear.pytorch.front import run
 
-        out, state = run(q, k, v, kernel, options)
+        out, state = run(q, k, v, kernel, options, return_state)
     elif arrays.is_foreign(q):
         out, state = _run_foreign(q, k, v, kernel, options)
     else:

@@ -24,6 +24,7 @@ class Linear:
     normalize: bool = True  # rows are divided by the sum of their weights
     scale: float = 1.0
     lengths: Array | None = None  # packed sequences: cumulative, [0, ..., total]
+    keeps_state: bool = True  # the state after the last key is wanted; a system may compute it anyhow
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +65,7 @@ class Problem:
 @dataclass(frozen=True, eq=False)
 class Done:
     """out (batch, heads, n, d_v); norm (batch, heads, n): the sum of each row's weights, for the backward pass, or with
-    no rows if nothing is normalized; the state after the last key."""
+    no rows if nothing is normalized; the state after the last key, its parts None if it was not kept."""
 
     out: Any
     norm: Any

@@ -23,7 +23,7 @@ from tilewise.sharing import Kept
 from tilewise.validate import Call
 from tilewise.walking import loads, remembered
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may mean anything
+PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may mean anything
 _NOTHING = type(None)
 _STRIDED = torch.strided
 _CACHE_SIZE = 512
@@ -70,7 +70,7 @@ def key(
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """All that a call depends on; the tensors that its variant reads are added to `given`. None if it is no call to
     repeat: PyTorch must see its operator, or its arguments need a closer look."""
-    if type(q) not in _PLAIN or q.device.type not in ready.DEVICES or _is_watched():
+    if type(q) not in PLAIN or q.device.type not in ready.DEVICES or is_watched():
         return None
     if rope is not None:  # no system that prepares calls has it
         return None
@@ -78,7 +78,7 @@ def key(
         return None  # 1 == True, and would be found in its place
     if type(scale) not in (float, _NOTHING) or type(score) not in (Expr, _NOTHING):
         return None
-    if type(mask) not in (Expr, _NOTHING, *_PLAIN):
+    if type(mask) not in (Expr, _NOTHING, *PLAIN):
         return None
     said_mask, said_score = _said(mask, given), _said(score, given)
     counted = None if lengths is None else tuple(map(_content, lengths))
@@ -86,16 +86,22 @@ def key(
         return None
     made: list[Any] = [kernel, causal, batch_invariant, scale, said_mask, said_score, counted, sinks is None]
     for x in (q, k, v, *given) if sinks is None else (q, k, v, *given, sinks):
-        if type(x) not in _PLAIN or x.layout is not _STRIDED:
-            return None
-        if x.is_neg() or x._is_zerotensor():  # its numbers are not at its address
+        if not are_plain(x):
             return None
         made += x.shape, x.stride(), x.dtype, x.device
     made += are_aligned(q, k, v), not given or are_aligned(*given)
     return tuple(made)
 
 
-def _is_watched() -> bool:
+def are_plain(*tensors: Any) -> bool:
+    """Whether their numbers are at their addresses."""
+    for x in tensors:
+        if type(x) not in PLAIN or x.layout is not _STRIDED or x.is_neg() or x._is_zerotensor():
+            return False
+    return True
+
+
+def is_watched() -> bool:
     """Whether PyTorch wants to know which operators are called: tracing, torch.func, a mode."""
     return bool(
         torch._C._len_torch_dispatch_stack()
@@ -118,7 +124,7 @@ def _said(variant: Any, given: list[Tensor]) -> Any:
 
 def _content(lengths: Any) -> tuple[Any, ...] | None:
     """What lengths hold: the plan depends on it. Those on a GPU are waited for."""
-    if type(lengths) in _PLAIN:
+    if type(lengths) in PLAIN:
         lengths = lengths.detach().cpu().numpy()
     return (lengths.dtype, lengths.shape, lengths.tobytes()) if type(lengths) is np.ndarray else None
 

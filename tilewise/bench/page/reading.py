@@ -227,7 +227,12 @@ def _linear_gpu(path: Path, results: Results) -> Run:
             cell = {"work": work, "variant": "causal", **{x: _count(r, x) for x in ("d", "n", "heads", "batch")}}
             rate, ms = _number(r, f"{name}_rate"), _number(r, f"{name}_ms")
             share = rate / copy if rate and copy else None
-            made.append(Measurement(cell, "tilewise triton", True, ms=ms, value=rate, limit=copy, fraction=share))
+            who, ours = r.get("contestant", "tilewise triton"), r.get("ours", True)
+            ratio = _number(r, f"{name}_ratio") if f"{name}_ratio" in r else None
+            made.append(Measurement(
+                cell, who, ours, r.get("status", "ok"), r.get("reason"), ms=ms, value=rate, ratio=ratio, limit=copy,
+                fraction=share,
+            ))  # fmt: skip
     where = results.get("machine") or {"gpu": results["gpu"]}
     limit, title = "the measured rate of a copy", "linear attention, bfloat16"
     return _run(path, results, made, name="linear", title=title, unit=Unit("GB/s"), limit=limit, machine=where)
@@ -252,6 +257,7 @@ READERS: dict[Any, Callable[[Path, Results], Run]] = {
     SCHEMA: _cpu,
     gpu_run.SCHEMA: _gpu,
     linear.SCHEMA: _linear,
+    "linear gpu 1": _linear_gpu,  # ours alone, a call's time
     linear_gpu.SCHEMA: _linear_gpu,
     "tilewise bench --parallel 1": _parallel,
 }

@@ -9,16 +9,23 @@ import torch
 
 from tilewise import arrays
 from tilewise.linear import dispatch
-from tilewise.linear.pytorch import operator
+from tilewise.linear.pytorch import operator, repeat
 from tilewise.linear.state import LinearState
 from tilewise.linear.validate import outline
 from tilewise.pytorch import trace
 from tilewise.pytorch.front import autocast
 
 
-def run(q: Any, k: Any, v: Any, kernel: str, options: dict[str, Any]) -> tuple[Any, LinearState]:
-    """(out, state) in the caller's layout; differentiable in q, k, v, decay and the initial state."""
+def run(
+    q: Any, k: Any, v: Any, kernel: str, options: dict[str, Any], keeps_state: bool
+) -> tuple[Any, LinearState | None]:
+    """(out, state) in the caller's layout; differentiable in q, k, v, decay and the initial state. keeps_state: else
+    there may be none."""
     if not arrays.compiling():
+        q, k, v = autocast(q, k, v)
+        known = None if keeps_state else repeat.known(q, k, v, kernel, options)
+        if known is not None:
+            return known.run(q, k, v), None
         out, *state = _run(q, k, v, kernel, options)
         return out, LinearState(*state)
     # What the compiler cannot follow is taken apart here, and put together again where Python runs.

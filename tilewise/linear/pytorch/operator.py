@@ -156,7 +156,7 @@ def _gradients(ctx: Any, d_out: Any, d_norm: Any, *d_state: Any, backward: Any =
     return (*(None if x is None else grad for x, grad in given), None, None)
 
 
-def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
+def no_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise NotImplementedError(
         "tilewise linear attention has first derivatives alone, and a second one was asked for (create_graph=True, a "
         "gradient penalty ...); write that part with PyTorch's own operations"
@@ -183,7 +183,7 @@ class Transformed(torch.autograd.Function):  # type: ignore[misc]
 
 class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
     generate_vmap_rule = True
-    backward = staticmethod(_no_second_derivative)
+    backward = staticmethod(no_second_derivative)
 
     @staticmethod
     def forward(*operands: Any) -> Any:
@@ -205,7 +205,7 @@ _library.impl("linear_attention_backward", _backward, "CompositeExplicitAutograd
 torch.library.register_fake("tilewise::linear_attention", _fake_forward, lib=_library)
 torch.library.register_fake("tilewise::linear_attention_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("tilewise::linear_attention", _gradients, setup_context=_remember, lib=_library)
-torch.library.register_autograd("tilewise::linear_attention_backward", _no_second_derivative, lib=_library)
+torch.library.register_autograd("tilewise::linear_attention_backward", no_second_derivative, lib=_library)
 if hasattr(torch.library, "register_vmap"):  # PyTorch 2.4 has none, and its vmap says so
     for _operator in (linear_attention, linear_attention_backward):
         torch.library.register_vmap(_operator.name(), partial(_mapped, _operator), lib=_library)

@@ -15,6 +15,7 @@ from tilewise.linear.state import LinearState
 from tilewise.spec import Shape
 
 MOST_D = 128
+MOST_APART = 1 << 22  # numbers between a row and the next
 
 
 class Kernel:
@@ -78,8 +79,12 @@ def _tensors(problem: Problem) -> Problem:
 
 
 def _rows(x: Any) -> Any:
-    """Numbers of a row side by side."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Numbers of a row side by side, and rows of a chunk not farther apart than 32 bits tell."""
+    return x if lies_well(x) else x.contiguous()
+
+
+def lies_well(x: Any) -> bool:
+    return bool(x.stride(-1) == 1 and x.stride(-2) < MOST_APART)
 
 
 def _state_like(state: LinearState, template: Any) -> LinearState:

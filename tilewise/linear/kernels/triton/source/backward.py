@@ -5,150 +5,206 @@ import triton
 import triton.language as tl
 
 from tilewise.linear.kernels.triton.source.chunks import (
+    added,
     after,
+    decayed,
     decays,
     features,
+    features_of,
+    kept,
     load_head,
     load_numbers,
-    load_state,
     mapped,
-    operand,
+    place_of,
     product,
     row_gradients,
+    scaled,
     segment_at,
-    state_at,
+    state_of,
     store_head,
     store_numbers,
+    store_state,
     within,
 )
 
 
 @triton.jit
 def linear_d_query(
-    q, k, v, decay, states, out, norm, d_out, d_q, shift, d_rows,
+    q, k, v, decay, states, initial, out, norm, d_out, d_q, shift, d_rows,
     q_steps, k_steps, v_steps, decay_steps, out_steps, d_out_steps, d_q_steps,
-    segments, heads, group, n, scale, FEATURE: tl.constexpr, SLOPE: tl.constexpr, CAUSAL: tl.constexpr,
-    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    segments, n_segments, heads, group, n, scale, one, FEATURE: tl.constexpr, SLOPE: tl.constexpr, CAUSAL: tl.constexpr,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """shift: where the gradient of each row's sum of weights is left; d_rows: that of what its weights decayed by."""
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
+    b, h, block = place_of(heads, BLOCKS)
     hk = h // group
     begin, end = segment_at(segments)
-    i, j = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
-    kv, z = load_state(state_at(states, b, hk, heads // group, D, D_V), i, j, D, D_V)
+    i, j = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    kv, z = state_of(states, initial, n_segments, b, hk, heads // group, i, j, D, D_V)
     for first in tl.range(begin, end, CHUNK):
         # 1 load d_out
-        row = first + tl.arange(0, CHUNK)
-        c, total = decays(decay, decay_steps, b, hk, row, end, CHUNK)
-        g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, row, end, j, TYPE, CHUNK, D_V)
+        c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
+        g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
         # 2 what came before the chunk
         d_f = product(g, tl.trans(kv), TYPE)
         if norm is not None:
-            out_rows = load_head(out, out_steps, b, h, row, end, j, D_V).to(tl.float32)
+            out_rows = load_head(out, out_steps, b, h, first, end, j, CHUNK, D_V).to(tl.float32)
             e = -tl.sum(g.to(tl.float32) * out_rows, 1)
-            if tl.program_id(2) == 0:
-                store_numbers(shift, b, h, heads, n, row, end, e)
+            if block == 0:
+                store_numbers(shift, b, h, heads, n, first, end, e, CHUNK)
             d_f += e[:, None] * z[None, :]
-        d_f *= tl.exp(c)[:, None]
+        d_f = decayed(d_f, c, decay)
         if CAUSAL:
             # 3 weights within the chunk
-            f_k = features(k, k_steps, b, hk, row, end, i, 1.0, FEATURE, TYPE, D)
-            v_rows = load_head(v, v_steps, b, hk, row, end, j, D_V)
+            f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
+            v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
             d_w = product(g, tl.trans(v_rows), TYPE)
             if norm is not None:
                 d_w += e[:, None]
-            d_f += product(within(d_w, c, decay, CHUNK), f_k, TYPE)
+            d_f = added(d_f, product(within(d_w, c, decay, CHUNK), f_k, TYPE), one)
             # 4 the state after it
-            kv, z = after(kv, z, f_k, v_rows, c, total, TYPE)
+            kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS=norm is not None)
         # 5 finish: d_q
-        q_rows = load_head(q, q_steps, b, h, row, end, i, D)
+        if d_rows is not None or SLOPE is not None:
+            q_rows = load_head(q, q_steps, b, h, first, end, i, CHUNK, D)
         if d_rows is not None:
-            f_q = operand(mapped(q_rows, FEATURE, row, end, i, D) * scale, TYPE).to(tl.float32)
-            part = d_rows + tl.program_id(2) * tl.num_programs(1).to(tl.int64) * n
-            store_numbers(part, b, h, heads, n, row, end, tl.sum(f_q * d_f, 1))
-        d_f *= scale * mapped(q_rows, SLOPE, row, end, i, D)
-        store_head(d_q, d_q_steps, b, h, row, end, i, d_f, D)
+            f_q = features_of(q_rows, scale, first, end, i, FEATURE, TYPE, CHUNK, D).to(tl.float32)
+            part = d_rows + block * (tl.num_programs(0) // BLOCKS).to(tl.int64) * n
+            store_numbers(part, b, h, heads, n, first, end, tl.sum(f_q * d_f, 1), CHUNK)
+        if SLOPE is not None:
+            d_f *= mapped(q_rows, SLOPE, first, end, i, CHUNK, D)
+        store_head(d_q, d_q_steps, b, h, first, end, i, scaled(d_f, scale), CHUNK, D)
+
+
+@triton.jit
+def key_rows(
+    d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, h, heads, n, first, end, i, j, scale,
+    one, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+):  # fmt: skip
+    """One head's queries: what they add to the gradient of a chunk's keys, and to that of the state."""
+    # 3 weights within the chunk
+    f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
+    g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
+    d_w = product(v_rows, tl.trans(g), TYPE)
+    if norm is not None:
+        e = load_numbers(shift, b, h, heads, n, first, end, CHUNK)
+        d_w += e[None, :]
+    d_f = added(d_f, product(within(d_w, c, decay, CHUNK, TURNED=True), f_q, TYPE), one)
+    # 4 the gradient of the state before it
+    f_q = decayed(f_q, c, decay)
+    kv += product(tl.trans(f_q), g, TYPE)
+    if norm is not None:
+        z += tl.sum(f_q.to(tl.float32) * e[:, None], 0)
+    return d_f, kv, z
 
 
 @triton.jit
 def linear_d_keys(
-    q, k, v, decay, states, norm, d_out, shift, d_k, d_columns,
+    q, k, v, decay, states, d_state, norm, d_out, shift, d_k, d_columns, d_initial,
     q_steps, k_steps, v_steps, decay_steps, d_out_steps, d_k_steps,
-    segments, heads_k, group, n, scale, FEATURE: tl.constexpr, SLOPE: tl.constexpr, CAUSAL: tl.constexpr,
-    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    segments, n_segments, heads_k, n, scale, one,
+    GROUP: tl.constexpr, FEATURE: tl.constexpr, SLOPE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """states: gradients of the states behind each segment. d_columns: of what keys decay by, as d_rows is of rows."""
-    b, hk = tl.program_id(1) // heads_k, tl.program_id(1) % heads_k
-    heads = heads_k * group
+    """states: gradients of the states behind each segment; d_state: that of the last. d_columns: of what keys decay by,
+    as d_rows is of rows. SUMS: z has a gradient. d_initial: where that of the state before the first segment goes, if
+    it is wanted."""
+    b, hk, block = place_of(heads_k, BLOCKS)
+    heads = heads_k * GROUP
     begin, end = segment_at(segments)
-    i, j = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
-    kv, z = load_state(state_at(states, b, hk, heads_k, D, D_V), i, j, D, D_V)
+    i, j = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, COLUMNS)
+    kv, z = state_of(states, d_state, n_segments, b, hk, heads_k, i, j, D, D_V)
     chunks = tl.cdiv(end - begin, CHUNK)
     for chunk in tl.range(0, chunks):
         # 1 load v
-        row = begin + (chunks - 1 - chunk) * CHUNK + tl.arange(0, CHUNK)
-        c, total = decays(decay, decay_steps, b, hk, row, end, CHUNK)
-        v_rows = load_head(v, v_steps, b, hk, row, end, j, D_V)
+        first = begin + (chunks - 1 - chunk) * CHUNK
+        c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
+        v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
         # 2 what comes behind the chunk
-        d_f = (product(v_rows, tl.trans(kv), TYPE) + z[None, :]) * tl.exp(total - c)[:, None]
+        d_f = product(v_rows, tl.trans(kv), TYPE)
+        if SUMS:
+            d_f += z[None, :]
+        d_f = decayed(d_f, total - c, decay)
         if CAUSAL:
-            kv, z = kv * tl.exp(total), z * tl.exp(total)
-            for h in range(hk * group, (hk + 1) * group):
-                # 3 weights within the chunk
-                f_q = features(q, q_steps, b, h, row, end, i, scale, FEATURE, TYPE, D)
-                g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, row, end, j, TYPE, CHUNK, D_V)
-                d_w = product(g, tl.trans(v_rows), TYPE)
-                if norm is not None:
-                    e = load_numbers(shift, b, h, heads, n, row, end)
-                    d_w += e[:, None]
-                d_f += product(tl.trans(within(d_w, c, decay, CHUNK)), f_q, TYPE)
-                # 4 the gradient of the state before it
-                f_q = f_q.to(tl.float32) * tl.exp(c)[:, None]
-                kv += product(tl.trans(f_q), g, TYPE)
-                if norm is not None:
-                    z += tl.sum(f_q * e[:, None], 0)
+            kv, z = kept(kv, total, decay), kept(z, total, decay)
+            if GROUP == 1:  # no loop in the loop: what comes next is loaded meanwhile
+                d_f, kv, z = key_rows(
+                    d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, hk, heads, n, first,
+                    end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
+                )  # fmt: skip
+            else:
+                for h in range(hk * GROUP, (hk + 1) * GROUP):
+                    d_f, kv, z = key_rows(
+                        d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, h, heads, n,
+                        first, end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
+                    )  # fmt: skip
         # 5 finish: d_k
-        k_rows = load_head(k, k_steps, b, hk, row, end, i, D)
+        if d_columns is not None or SLOPE is not None:
+            k_rows = load_head(k, k_steps, b, hk, first, end, i, CHUNK, D)
         if d_columns is not None:
-            f_k = operand(mapped(k_rows, FEATURE, row, end, i, D), TYPE).to(tl.float32)
-            part = d_columns + tl.program_id(2) * tl.num_programs(1).to(tl.int64) * n
-            store_numbers(part, b, hk, heads_k, n, row, end, tl.sum(f_k * d_f, 1))
-        d_f *= mapped(k_rows, SLOPE, row, end, i, D)
-        store_head(d_k, d_k_steps, b, hk, row, end, i, d_f, D)
+            f_k = features_of(k_rows, None, first, end, i, FEATURE, TYPE, CHUNK, D).to(tl.float32)
+            part = d_columns + block * (tl.num_programs(0) // BLOCKS).to(tl.int64) * n
+            store_numbers(part, b, hk, heads_k, n, first, end, tl.sum(f_k * d_f, 1), CHUNK)
+        if SLOPE is not None:
+            d_f *= mapped(k_rows, SLOPE, first, end, i, CHUNK, D)
+        store_head(d_k, d_k_steps, b, hk, first, end, i, d_f, CHUNK, D)
+    if d_initial is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
+        if begin == 0:
+            slot = tl.cast(b, tl.int64) * heads_k + hk
+            store_state(d_initial[0] + slot * (D * D_V), d_initial[1] + slot * D, kv, z, i, j, True, D, D_V)
+
+
+@triton.jit
+def value_rows(
+    acc, kv, f_k, q, d_out, norm, decay, c, q_steps, d_out_steps, b, h, heads, n, first, end, i, j, scale,
+    one, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+):  # fmt: skip
+    """One head's queries: what they add to the gradient of a chunk's values, and to that of the state."""
+    # 3 weights within the chunk
+    f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
+    g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
+    w = within(product(f_k, tl.trans(f_q), TYPE), c, decay, CHUNK, TURNED=True)
+    acc = added(acc, product(w, g, TYPE), one)
+    # 4 the gradient of the state before it
+    kv += product(tl.trans(decayed(f_q, c, decay)), g, TYPE)
+    return acc, kv
 
 
 @triton.jit
 def d_values(
-    q, k, decay, states, norm, d_out, d_v, q_steps, k_steps, decay_steps, d_out_steps, d_v_steps,
-    segments, heads_k, group, n, scale, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
-    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, decay, states, d_state, norm, d_out, d_v, q_steps, k_steps, decay_steps, d_out_steps, d_v_steps,
+    segments, n_segments, heads_k, n, scale, one, GROUP: tl.constexpr, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """`outputs` with time turned round: keys are the queries, and rows' gradients the values."""
-    b, hk = tl.program_id(1) // heads_k, tl.program_id(1) % heads_k
-    heads = heads_k * group
+    b, hk, block = place_of(heads_k, BLOCKS)
+    heads = heads_k * GROUP
     begin, end = segment_at(segments)
-    i, j = tl.arange(0, DEPTH), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    kv, _ = load_state(state_at(states, b, hk, heads_k, D, D_V), i, j, D, D_V)
+    i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
+    kv, _ = state_of(states, d_state, n_segments, b, hk, heads_k, i, j, D, D_V)
     chunks = tl.cdiv(end - begin, CHUNK)
     for chunk in tl.range(0, chunks):
         # 1 load k
-        row = begin + (chunks - 1 - chunk) * CHUNK + tl.arange(0, CHUNK)
-        c, total = decays(decay, decay_steps, b, hk, row, end, CHUNK)
-        f_k = features(k, k_steps, b, hk, row, end, i, 1.0, FEATURE, TYPE, D)
+        first = begin + (chunks - 1 - chunk) * CHUNK
+        c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
+        f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
         # 2 what comes behind the chunk
-        acc = product(f_k, kv, TYPE) * tl.exp(total - c)[:, None]
+        acc = decayed(product(f_k, kv, TYPE), total - c, decay)
         if CAUSAL:
-            kv *= tl.exp(total)
-            for h in range(hk * group, (hk + 1) * group):
-                # 3 weights within the chunk
-                f_q = features(q, q_steps, b, h, row, end, i, scale, FEATURE, TYPE, D)
-                g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, row, end, j, TYPE, CHUNK, D_V)
-                w = within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK)
-                acc += product(tl.trans(w), g, TYPE)
-                # 4 the gradient of the state before it
-                kv += product(tl.trans(f_q.to(tl.float32) * tl.exp(c)[:, None]), g, TYPE)
+            kv = kept(kv, total, decay)
+            if GROUP == 1:
+                acc, kv = value_rows(
+                    acc, kv, f_k, q, d_out, norm, decay, c, q_steps, d_out_steps, b, hk, heads, n, first, end, i, j,
+                    scale, one, FEATURE, TYPE, CHUNK, D, D_V,
+                )  # fmt: skip
+            else:
+                for h in range(hk * GROUP, (hk + 1) * GROUP):
+                    acc, kv = value_rows(
+                        acc, kv, f_k, q, d_out, norm, decay, c, q_steps, d_out_steps, b, h, heads, n, first, end, i, j,
+                        scale, one, FEATURE, TYPE, CHUNK, D, D_V,
+                    )  # fmt: skip
         # 5 finish: d_v
-        store_head(d_v, d_v_steps, b, hk, row, end, j, acc, D_V)
+        store_head(d_v, d_v_steps, b, hk, first, end, j, acc, CHUNK, D_V)

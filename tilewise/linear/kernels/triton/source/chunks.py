@@ -3,6 +3,9 @@
 A sequence is cut into segments, which programs work on side by side, and a segment into chunks, one after the other.
 A state is d x d_v numbers and, behind them, the d numbers of z, all float32. A program has BLOCK of its columns, or of
 its rows, in registers: all of it would leave no room for anything else.
+
+What a call has not is None: a FEATURE map (identity), a scale (1), a decay, norms. Nothing is computed for it then, so
+that rows go from memory to the tensor cores as they are, past the registers.
 """
 
 import triton
@@ -15,11 +18,13 @@ from tilewise.kernels.triton.source.tiles import INTERPRETED, matrix, narrow
 def operand(x, TYPE: tl.constexpr):
     """What a matrix product takes, for data of a type: bfloat16 and float32 as they are. Sums over a sequence leave the
     range of float16, so its operands are as precise, but of float32's range (TF32)."""
-    x = x.to(tl.float32)
-    if TYPE == tl.bfloat16:
+    if TYPE != tl.bfloat16:
+        x = x.to(tl.float32)
+    elif x.dtype != tl.bfloat16:
         x = narrow(x, tl.bfloat16)
-        x = x.to(tl.float32) if INTERPRETED else x  # the interpreter multiplies bfloat16 as whole numbers
-    elif TYPE == tl.float16:
+    if TYPE == tl.bfloat16 and INTERPRETED:
+        x = x.to(tl.float32)  # the interpreter multiplies bfloat16 as whole numbers
+    if TYPE == tl.float16:
         bits = x.to(tl.int32, bitcast=True)
         x = ((bits + 0xFFF + ((bits >> 13) & 1)) & -0x2000).to(tl.float32, bitcast=True)
     return x
@@ -31,127 +36,220 @@ def product(a, b, TYPE: tl.constexpr):
 
 
 @triton.jit
-def inside(row, n, column, WIDTH: tl.constexpr):
-    return (row < n)[:, None] & (column < WIDTH)[None, :]
+def added(x, y, one):
+    """The sum of two products. Triton would have the second begin with the first. Where there are more warps than rows
+    for them, it then computes the first once for each group of warps and moves it to another layout: with a factor that
+    it does not know to be 1 it does not. one: that factor, or None."""
+    if one is not None:
+        x, y = x * one, y * one
+    return x + y
+
+
+# -- rows of a chunk --------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def load_head(x, steps, b, h, row, n, column, WIDTH: tl.constexpr):
-    """Some columns of one head's rows, 0 where there are none."""
-    at = matrix(x, steps, b, h, 0) + row[:, None].to(tl.int64) * steps[2] + column[None, :]
-    return tl.load(at, mask=inside(row, n, column, WIDTH), other=0.0)
+def inside(first, last, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Blocks of columns that fill the width need no second look."""
+    there = (tl.arange(0, CHUNK) < last - first)[:, None]
+    if (WIDTH + column.shape[0]) % column.shape[0] != 0:  # an int of the interpreter has no remainder by a constexpr
+        there = there & (column < WIDTH)[None, :]
+    return there
 
 
 @triton.jit
-def store_head(x, steps, b, h, row, n, column, values, WIDTH: tl.constexpr):
-    at = matrix(x, steps, b, h, 0) + row[:, None].to(tl.int64) * steps[2] + column[None, :]
-    tl.store(at, narrow(values, x.dtype.element_ty), mask=inside(row, n, column, WIDTH))
+def head_at(x, steps, b, h, first, column, CHUNK: tl.constexpr):
+    """Some columns of a chunk's rows. How far they are from the first, 32 bits tell."""
+    return matrix(x, steps, b, h, first) + tl.arange(0, CHUNK)[:, None] * steps[2] + column[None, :]
 
 
 @triton.jit
-def mapped(x, FUNCTION: tl.constexpr, row, n, column, WIDTH: tl.constexpr):
+def load_head(x, steps, b, h, first, last, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """0 where there are none."""
+    at = head_at(x, steps, b, h, first, column, CHUNK)
+    return tl.load(at, mask=inside(first, last, column, CHUNK, WIDTH), other=0.0)
+
+
+@triton.jit
+def store_head(x, steps, b, h, first, last, column, values, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    at = head_at(x, steps, b, h, first, column, CHUNK)
+    tl.store(at, narrow(values, x.dtype.element_ty), mask=inside(first, last, column, CHUNK, WIDTH))
+
+
+@triton.jit
+def load_numbers(x, b, h, heads, n, first, last, CHUNK: tl.constexpr):
+    """One number a row, of (batch, heads, n) without gaps."""
+    i = tl.arange(0, CHUNK)
+    return tl.load(x + (tl.cast(b, tl.int64) * heads + h) * n + first + i, mask=i < last - first, other=0.0)
+
+
+@triton.jit
+def store_numbers(x, b, h, heads, n, first, last, values, CHUNK: tl.constexpr):
+    i = tl.arange(0, CHUNK)
+    tl.store(x + (tl.cast(b, tl.int64) * heads + h) * n + first + i, values, mask=i < last - first)
+
+
+@triton.jit
+def mapped(x, FUNCTION: tl.constexpr, first, last, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """A feature map, or its slope, of every number; 0 where there is none. Of the variables only S is one."""
     values = FUNCTION(x.to(tl.float32), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    return tl.where(inside(row, n, column, WIDTH), values, 0.0)
+    return tl.where(inside(first, last, column, CHUNK, WIDTH), values, 0.0)
+
+
+@triton.jit
+def scaled(x, scale):
+    if scale is not None:
+        x = x.to(tl.float32) * scale
+    return x
+
+
+@triton.jit
+def features_of(
+    x, scale, first, last, column, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Of rows that are loaded; rounded as products take them at once: half as many registers hold them."""
+    if FEATURE is not None:
+        x = mapped(x, FEATURE, first, last, column, CHUNK, WIDTH)
+    return operand(scaled(x, scale), TYPE)
 
 
 @triton.jit
 def features(
-    x, steps, b, h, row, n, column, scale, FEATURE: tl.constexpr, TYPE: tl.constexpr, WIDTH: tl.constexpr
+    x, steps, b, h, first, last, column, scale,
+    FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of one head's rows, rounded as products take them at once: half as many registers hold them."""
-    x_rows = load_head(x, steps, b, h, row, n, column, WIDTH)
-    return operand(mapped(x_rows, FEATURE, row, n, column, WIDTH) * scale, TYPE)
+    """Of one head's rows."""
+    rows = load_head(x, steps, b, h, first, last, column, CHUNK, WIDTH)
+    return features_of(rows, scale, first, last, column, FEATURE, TYPE, CHUNK, WIDTH)
 
 
 @triton.jit
-def decays(decay, steps, b, hk, row, n, CHUNK: tl.constexpr):
+def decays(decay, steps, b, hk, first, last, CHUNK: tl.constexpr):
     """The logs summed up to each row of a chunk, and over all of it."""
     if decay is None:
         c, total = tl.zeros([CHUNK], tl.float32), tl.cast(0.0, tl.float32)
     else:
-        at = matrix(decay, steps, b, hk, 0) + row.to(tl.int64) * steps[2]
-        logs = tl.load(at, mask=row < n, other=0.0).to(tl.float32)
+        i = tl.arange(0, CHUNK)
+        at = matrix(decay, steps, b, hk, first) + i.to(tl.int64) * steps[2]
+        logs = tl.load(at, mask=i < last - first, other=0.0).to(tl.float32)
         c, total = tl.cumsum(logs, 0), tl.sum(logs, 0)
     return c, total
 
 
 @triton.jit
-def within(s, c, decay, CHUNK: tl.constexpr):
-    """Products of a chunk's queries and keys as weights: decayed, 0 for later keys."""
-    i = tl.arange(0, CHUNK)
-    seen = i[:, None] >= i[None, :]
+def decayed(x, logs, decay):
+    """Rows, each by its log."""
     if decay is not None:
-        s *= tl.exp(tl.where(seen, c[:, None] - c[None, :], 0.0))
+        x = x.to(tl.float32) * tl.exp(logs)[:, None]
+    return x
+
+
+@triton.jit
+def kept(x, total, decay):
+    """What a chunk leaves of numbers."""
+    if decay is not None:
+        x *= tl.exp(total)
+    return x
+
+
+@triton.jit
+def within(s, c, decay, CHUNK: tl.constexpr, TURNED: tl.constexpr = False):
+    """Products of a chunk's queries and keys as weights: decayed, 0 for later keys. TURNED: rows are the keys."""
+    i = tl.arange(0, CHUNK)
+    if TURNED:
+        seen = i[:, None] <= i[None, :]
+    else:
+        seen = i[:, None] >= i[None, :]
+    if decay is not None:
+        past = c[None, :] - c[:, None] if TURNED else c[:, None] - c[None, :]
+        s *= tl.exp(tl.where(seen, past, 0.0))
     return tl.where(seen, s, 0.0)
 
 
 @triton.jit
-def segment_at(segments):
-    """The first row of this program's segment, and the one behind its last."""
-    record = segments + tl.program_id(0) * 2
-    return tl.load(record), tl.load(record + 1)
-
-
-@triton.jit
-def state_at(states, b, hk, heads_k, D: tl.constexpr, D_V: tl.constexpr):
-    """Where the state of this program's segment is."""
-    slot = (tl.cast(b, tl.int64) * tl.num_programs(0) + tl.program_id(0)) * heads_k + hk
-    return states + slot * (D * D_V + D)
-
-
-@triton.jit
-def load_state(at, i, j, D: tl.constexpr, D_V: tl.constexpr):
-    """Rows i and columns j of kv, and z's numbers i."""
-    kv = tl.load(at + i[:, None] * D_V + j[None, :], mask=inside(i, D, j, D_V), other=0.0)
-    return kv, tl.load(at + D * D_V + i, mask=i < D, other=0.0)
-
-
-@triton.jit
-def store_state(at, kv, z, i, j, D: tl.constexpr, D_V: tl.constexpr):
-    tl.store(at + i[:, None] * D_V + j[None, :], kv, mask=inside(i, D, j, D_V))
-    if tl.program_id(2) == 0:  # programs of further columns have the same
-        tl.store(at + D * D_V + i, z, mask=i < D)
-
-
-@triton.jit
-def after(kv, z, f_k, v, c, total, TYPE: tl.constexpr):
-    """The state after a chunk."""
-    kept, f_k = tl.exp(total), f_k.to(tl.float32) * tl.exp(total - c)[:, None]
-    return kv * kept + product(tl.trans(f_k), v, TYPE), z * kept + tl.sum(f_k, 0)
-
-
-@triton.jit
-def load_numbers(x, b, h, heads, n, row, last):
-    """One number a row, of (batch, heads, n) without gaps."""
-    return tl.load(x + (tl.cast(b, tl.int64) * heads + h) * n + row, mask=row < last, other=0.0)
-
-
-@triton.jit
-def store_numbers(x, b, h, heads, n, row, last, values):
-    tl.store(x + (tl.cast(b, tl.int64) * heads + h) * n + row, values, mask=row < last)
-
-
-@triton.jit
-def share_of(norm, b, h, heads, n, row, last, CHUNK: tl.constexpr):
-    """What a row of weights is multiplied by to be normalized; 0 where their sum is 0."""
-    if norm is None:
-        share = tl.full([CHUNK], 1.0, tl.float32)
-    else:
-        share = inverse(load_numbers(norm, b, h, heads, n, row, last))
-    return share
-
-
-@triton.jit
 def row_gradients(
-    d_out, steps, norm, b, h, heads, n, row, last, column, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+    d_out, steps, norm, b, h, heads, n, first, last, column,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Of a row's sum of weighted values, before it was normalized; rounded as products take them."""
-    share = share_of(norm, b, h, heads, n, row, last, CHUNK)
-    return operand(load_head(d_out, steps, b, h, row, last, column, WIDTH).to(tl.float32) * share[:, None], TYPE)
+    g = load_head(d_out, steps, b, h, first, last, column, CHUNK, WIDTH)
+    if norm is not None:
+        g = g.to(tl.float32) * inverse(load_numbers(norm, b, h, heads, n, first, last, CHUNK))[:, None]
+    return operand(g, TYPE)
 
 
 @triton.jit
 def inverse(sums):
     """1 over each; 0 of 0."""
     return tl.where(sums == 0, 0.0, 1 / tl.where(sums == 0, 1.0, sums))
+
+
+# -- programs and states ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place_of(heads, BLOCKS: tl.constexpr):
+    """This program's batch index, head, and block of the state's rows or columns. Blocks of a head are neighbours: they
+    read the same rows at the same time, all but one from the cache."""
+    head = tl.program_id(0) // BLOCKS
+    return head // heads, head % heads, tl.program_id(0) % BLOCKS
+
+
+@triton.jit
+def segment_at(segments):
+    """The first row of this program's segment, and the one behind its last."""
+    record = segments + tl.program_id(1) * 2
+    return tl.load(record), tl.load(record + 1)
+
+
+@triton.jit
+def state_at(states, n_segments, b, hk, heads_k, D: tl.constexpr, D_V: tl.constexpr):
+    """Where the state of this program's segment is."""
+    slot = (tl.cast(b, tl.int64) * n_segments + tl.program_id(1)) * heads_k + hk
+    return states + slot * (D * D_V + D)
+
+
+@triton.jit
+def cells(i, j, D: tl.constexpr, D_V: tl.constexpr):
+    """Rows i and columns j of kv: where they are, and which there are."""
+    return i[:, None] * D_V + j[None, :], (i < D)[:, None] & (j < D_V)[None, :]
+
+
+@triton.jit
+def load_state(kv_at, z_at, i, j, D: tl.constexpr, D_V: tl.constexpr):
+    cell, there = cells(i, j, D, D_V)
+    return tl.load(kv_at + cell, mask=there, other=0.0), tl.load(z_at + i, mask=i < D, other=0.0)
+
+
+@triton.jit
+def store_state(kv_at, z_at, kv, z, i, j, has_z, D: tl.constexpr, D_V: tl.constexpr):
+    """has_z: of programs that have the same z, one stores it."""
+    cell, there = cells(i, j, D, D_V)
+    tl.store(kv_at + cell, kv, mask=there)
+    if has_z:
+        tl.store(z_at + i, z, mask=i < D)
+
+
+@triton.jit
+def state_of(states, given, n_segments, b, hk, heads_k, i, j, D: tl.constexpr, D_V: tl.constexpr):
+    """That of this program's segment. If it is the only one of its sequence there are no `states`: then the one that is
+    given (kv, z), or nothing yet."""
+    if states is not None:
+        at = state_at(states, n_segments, b, hk, heads_k, D, D_V)
+        kv, z = load_state(at, at + D * D_V, i, j, D, D_V)
+    elif given is not None:
+        slot = tl.cast(b, tl.int64) * heads_k + hk
+        kv, z = load_state(given[0] + slot * (D * D_V), given[1] + slot * D, i, j, D, D_V)
+    else:
+        kv, z = tl.zeros([i.shape[0], j.shape[0]], tl.float32), tl.zeros([i.shape[0]], tl.float32)
+    return kv, z
+
+
+@triton.jit
+def after(kv, z, f_k, v, c, total, decay, TYPE: tl.constexpr, SUMS: tl.constexpr):
+    """The state after a chunk. SUMS: z, too."""
+    f_k = decayed(f_k, total - c, decay)
+    kv = kept(kv, total, decay) + product(tl.trans(f_k), v, TYPE)
+    if SUMS:
+        z = kept(z, total, decay) + tl.sum(f_k.to(tl.float32), 0)
+    return kv, z

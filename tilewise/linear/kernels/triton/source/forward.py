@@ -5,53 +5,62 @@ import triton
 import triton.language as tl
 
 from tilewise.linear.kernels.triton.source.chunks import (
+    added,
     after,
+    decayed,
     decays,
     features,
     inverse,
     load_head,
-    load_state,
+    place_of,
     product,
     segment_at,
-    state_at,
+    state_of,
     store_head,
     store_numbers,
+    store_state,
     within,
 )
 
 
 @triton.jit
 def outputs(
-    q, k, v, decay, states, out, norm, q_steps, k_steps, v_steps, decay_steps, out_steps, segments, heads, group, n,
-    scale, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, decay, states, initial, out, norm, final, q_steps, k_steps, v_steps, decay_steps, out_steps,
+    segments, n_segments, heads, group, n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
-    hk = h // group
+    """final: where the state after the last segment goes (kv, z), if it is wanted from here."""
+    b, h, block = place_of(heads, BLOCKS)
+    hk, heads_k = h // group, heads // group
     begin, end = segment_at(segments)
-    i, j = tl.arange(0, DEPTH), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    kv, z = load_state(state_at(states, b, hk, heads // group, D, D_V), i, j, D, D_V)
+    i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
+    kv, z = state_of(states, initial, n_segments, b, hk, heads_k, i, j, D, D_V)
     for first in tl.range(begin, end, CHUNK):
         # 1 load q
-        row = first + tl.arange(0, CHUNK)
-        f_q = features(q, q_steps, b, h, row, end, i, scale, FEATURE, TYPE, D)
-        c, total = decays(decay, decay_steps, b, hk, row, end, CHUNK)
+        f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
+        c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
         # 2 what came before the chunk
-        past = tl.exp(c)
-        acc = product(f_q, kv, TYPE) * past[:, None]
-        sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * past
+        acc = decayed(product(f_q, kv, TYPE), c, decay)
+        if norm is not None:
+            sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * tl.exp(c)
         if CAUSAL:
             # 3 weights within the chunk
-            f_k = features(k, k_steps, b, hk, row, end, i, 1.0, FEATURE, TYPE, D)
-            v_rows = load_head(v, v_steps, b, hk, row, end, j, D_V)
+            f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
+            v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
             w = within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK)
-            acc += product(w, v_rows, TYPE)
-            sums += tl.sum(w, 1)
+            acc = added(acc, product(w, v_rows, TYPE), one)
+            if norm is not None:
+                sums += tl.sum(w, 1)
             # 4 the state after it
-            kv, z = after(kv, z, f_k, v_rows, c, total, TYPE)
+            kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS=norm is not None or final is not None)
         # 5 finish: acc / sums
         if norm is not None:
-            if tl.program_id(2) == 0:
-                store_numbers(norm, b, h, heads, n, row, end, sums)
+            if block == 0:
+                store_numbers(norm, b, h, heads, n, first, end, sums, CHUNK)
             acc *= inverse(sums)[:, None]
-        store_head(out, out_steps, b, h, row, end, j, acc, D_V)
+        store_head(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
+    if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
+        if (end == n) & (h % group == 0):
+            slot = tl.cast(b, tl.int64) * heads_k + hk
+            store_state(final[0] + slot * (D * D_V), final[1] + slot * D, kv, z, i, j, block == 0, D, D_V)

@@ -5,10 +5,12 @@ import triton.language as tl
 
 from tilewise.linear.kernels.triton.source.chunks import (
     after,
+    decayed,
     decays,
     features,
     load_head,
     load_numbers,
+    place_of,
     product,
     row_gradients,
     segment_at,
@@ -19,52 +21,75 @@ from tilewise.linear.kernels.triton.source.chunks import (
 
 @triton.jit
 def segment_states(
-    k, v, decay, states, totals, k_steps, v_steps, decay_steps, segments, heads_k,
-    FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    k, v, decay, states, totals, k_steps, v_steps, decay_steps, segments, n_segments, heads_k,
+    FEATURE: tl.constexpr, SUMS: tl.constexpr, TYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What the keys of a segment add to the state, and by how much it decays meanwhile."""
-    b, hk = tl.program_id(1) // heads_k, tl.program_id(1) % heads_k
+    b, hk, block = place_of(heads_k, BLOCKS)
     begin, end = segment_at(segments)
-    i, j = tl.arange(0, DEPTH), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
     kv, z = tl.zeros([DEPTH, BLOCK], tl.float32), tl.zeros([DEPTH], tl.float32)
     log_decay = tl.cast(0.0, tl.float32)
     for first in tl.range(begin, end, CHUNK):
-        row = first + tl.arange(0, CHUNK)
-        f_k = features(k, k_steps, b, hk, row, end, i, 1.0, FEATURE, TYPE, D)
-        v_rows = load_head(v, v_steps, b, hk, row, end, j, D_V)
-        c, total = decays(decay, decay_steps, b, hk, row, end, CHUNK)
-        kv, z = after(kv, z, f_k, v_rows, c, total, TYPE)
+        f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
+        v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
+        c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
+        kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS)
         log_decay += total
-    store_state(state_at(states, b, hk, heads_k, D, D_V), kv, z, i, j, D, D_V)
-    tl.store(totals + (b * tl.num_programs(0) + tl.program_id(0)) * heads_k + hk, log_decay)
+    at = state_at(states, n_segments, b, hk, heads_k, D, D_V)
+    store_state(at, at + D * D_V, kv, z, i, j, block == 0, D, D_V)
+    if decay is not None:
+        tl.store(totals + (b * n_segments + tl.program_id(1)) * heads_k + hk, log_decay)
+
+
+@triton.jit
+def row_state(
+    kv, z, q, d_out, norm, shift, decay, logs, q_steps, d_out_steps, b, h, heads, n, first, end, i, j, scale,
+    FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+):  # fmt: skip
+    """With what one head's rows add. logs: by how much each decays."""
+    f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
+    f_q = decayed(f_q, logs, decay)
+    g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
+    kv += product(tl.trans(f_q), g, TYPE)
+    if norm is not None:
+        z += tl.sum(f_q.to(tl.float32) * load_numbers(shift, b, h, heads, n, first, end, CHUNK)[:, None], 0)
+    return kv, z
 
 
 @triton.jit
 def d_segment_states(
-    q, d_out, norm, shift, decay, states, q_steps, d_out_steps, decay_steps, segments, heads_k, group, n, scale,
-    FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    q, d_out, norm, shift, decay, states, q_steps, d_out_steps, decay_steps, segments, n_segments, heads_k, n, scale,
+    GROUP: tl.constexpr, FEATURE: tl.constexpr, TYPE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What the rows of a segment add to the gradient of the state before it."""
-    b, hk = tl.program_id(1) // heads_k, tl.program_id(1) % heads_k
-    heads = heads_k * group
+    b, hk, block = place_of(heads_k, BLOCKS)
+    heads = heads_k * GROUP
     begin, end = segment_at(segments)
-    i, j = tl.arange(0, DEPTH), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
     kv, z = tl.zeros([DEPTH, BLOCK], tl.float32), tl.zeros([DEPTH], tl.float32)
     log_decay = tl.cast(0.0, tl.float32)
     for first in tl.range(begin, end, CHUNK):
-        row = first + tl.arange(0, CHUNK)
-        c, total = decays(decay, decay_steps, b, hk, row, end, CHUNK)
-        for h in range(hk * group, (hk + 1) * group):
-            f_q = features(q, q_steps, b, h, row, end, i, scale, FEATURE, TYPE, D)
-            f_q = f_q.to(tl.float32) * tl.exp(log_decay + c)[:, None]
-            g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, row, end, j, TYPE, CHUNK, D_V)
-            kv += product(tl.trans(f_q), g, TYPE)
-            if norm is not None:
-                z += tl.sum(f_q * load_numbers(shift, b, h, heads, n, row, end)[:, None], 0)
+        c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
+        logs = log_decay + c
+        if GROUP == 1:  # no loop in the loop: what comes next is loaded meanwhile
+            kv, z = row_state(
+                kv, z, q, d_out, norm, shift, decay, logs, q_steps, d_out_steps, b, hk, heads, n, first, end, i, j,
+                scale, FEATURE, TYPE, CHUNK, D, D_V,
+            )  # fmt: skip
+        else:
+            for h in range(hk * GROUP, (hk + 1) * GROUP):
+                kv, z = row_state(
+                    kv, z, q, d_out, norm, shift, decay, logs, q_steps, d_out_steps, b, h, heads, n, first, end, i, j,
+                    scale, FEATURE, TYPE, CHUNK, D, D_V,
+                )  # fmt: skip
         log_decay += total
-    store_state(state_at(states, b, hk, heads_k, D, D_V), kv, z, i, j, D, D_V)
+    at = state_at(states, n_segments, b, hk, heads_k, D, D_V)
+    store_state(at, at + D * D_V, kv, z, i, j, block == 0, D, D_V)
 
 
 @triton.jit
@@ -73,17 +98,29 @@ def segment_of(states, totals, segment, size, number, left):
     none = number * 0
     there = (number < size) & (none < left)
     added = tl.load(states + tl.cast(segment, tl.int64) * size + number, mask=there, other=0.0)
-    return added, tl.load(totals + segment + none, mask=there, other=0.0)
+    total = none.to(tl.float32)
+    if totals is not None:
+        total = tl.load(totals + segment + none, mask=there, other=0.0)
+    return added, total
+
+
+@triton.jit
+def both(given, slot, number, size, D: tl.constexpr):
+    """Where these numbers are in kv and z, and which of them are."""
+    kv_size = size - D
+    kv, z = given[0] + slot * kv_size + number, given[1] + slot * D + (number - kv_size)
+    return kv, z, number < kv_size, (number >= kv_size) & (number < size)
 
 
 @triton.jit
 def scan(
     states, totals, initial, final, firsts, n_segments, heads_k, size,
-    PACKED: tl.constexpr, BACKWARDS: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, BACKWARDS: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each segment's state becomes that before it (BACKWARDS: behind it); of all of a sequence if not CAUSAL.
 
-    A program has some numbers of one sequence's states. final: the state after all, from that before all, initial.
+    A program has some numbers of one sequence's states. final (kv, z): the state after all, if it is wanted; initial
+    (kv, z): that before all. Without final the segment that is visited last may have no state yet.
     """
     sequence, hk = tl.program_id(0) // heads_k, tl.program_id(0) % heads_k
     first, last = 0, n_segments
@@ -92,10 +129,11 @@ def scan(
     base = 0 if PACKED else sequence * n_segments
     number = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = number < size
-    slot = tl.program_id(0).to(tl.int64) * size + number
+    slot = tl.program_id(0).to(tl.int64)
     state = tl.zeros([BLOCK], tl.float32)
     if initial is not None:
-        state = tl.load(initial + slot, mask=inside, other=0.0)
+        kv, z, in_kv, in_z = both(initial, slot, number, size, D)
+        state = tl.load(kv, mask=in_kv, other=0.0) + tl.load(z, mask=in_z, other=0.0)
     # Segments are visited from `begin` on; each is read four ahead, as memory takes longer to answer than a step does.
     begin, step = (last - 1, -1) if BACKWARDS else (first, 1)
     segment, apart = (base + begin) * heads_k + hk, step * heads_k
@@ -108,9 +146,14 @@ def scan(
         added_2, total_2 = segment_of(states, totals, segment + 3 * apart, size, number, last - i - 3)
         if CAUSAL:
             tl.store(states + tl.cast(segment, tl.int64) * size + number, state, mask=inside)
-        state = state * tl.exp(total) + added
+        if totals is not None:
+            state *= tl.exp(total)
+        state += added
         segment += apart
-    tl.store(final + slot, state, mask=inside)
+    if final is not None:
+        kv, z, in_kv, in_z = both(final, slot, number, size, D)
+        tl.store(kv, state, mask=in_kv)
+        tl.store(z, state, mask=in_z)
     if not CAUSAL:
         for i in range(first, last):
             tl.store(states + tl.cast((base + i) * heads_k + hk, tl.int64) * size + number, state, mask=inside)

@@ -1,0 +1,102 @@
+"""Calls like ones before: only launched, and the same as those that are looked at anew. By Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tilewise as tw
+from tilewise.linear import dispatch
+
+torch = pytest.importorskip("torch")
+TRITON = dispatch.kernel("triton")
+pytestmark = pytest.mark.skipif(TRITON.unavailable() is not None, reason=str(TRITON.unavailable()))
+
+
+@pytest.fixture(params=["one segment", "segments"])
+def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Calls on a CPU are repeated as those on a GPU are; how many there were."""
+    from tilewise.linear.kernels.triton import launch
+    from tilewise.linear.kernels.triton.tape import Tape
+    from tilewise.linear.pytorch import repeat
+    from tilewise.sharing import Kept
+
+    monkeypatch.setattr(repeat.ready, "DEVICES", ("cuda", "cpu"))
+    monkeypatch.setattr(repeat, "_known", Kept(8))
+    if request.param == "segments":
+        monkeypatch.setattr(launch, "segment_rows", lambda n, chunk, programs, slots: 2 * chunk)
+    again, calls = Tape.again, []
+    monkeypatch.setattr(Tape, "again", lambda self, *given: calls.append(len(given)) or again(self, *given))
+    return calls
+
+
+def _tensors(seed: int, heads_k: int = 2) -> list[Any]:
+    made = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(1, heads, 40, 16, generator=made).requires_grad_() for heads in (2, heads_k, heads_k)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"normalize": False, "feature_map": "identity", "scale": 0.5}, {"causal": False}]
+)
+def test_other_tensors_that_lie_the_same(repeated: list[int], options: dict[str, Any]) -> None:
+    for seed in range(2):
+        q, k, v = _tensors(seed, heads_k=2 - seed if options else 2)
+        d_out = torch.randn(1, 2, 40, 16)
+        out = tw.linear_attention(q, k, v, kernel="triton", **options)
+        grads = torch.autograd.grad(out, (q, k, v), d_out)
+        before = len(repeated)
+        want, _ = tw.linear_attention(q, k, v, kernel="triton", return_state=True, **options)
+        wanted = torch.autograd.grad(want, (q, k, v), d_out)
+        assert before == len(repeated) == 2 * (seed + 1)  # the operator repeats nothing
+        assert torch.equal(out, want)
+        for grad, expected in zip(grads, wanted, strict=True):
+            assert torch.equal(grad, expected)
+
+
+@pytest.mark.usefixtures("repeated")
+def test_gradients_that_are_expanded_and_no_second_ones() -> None:
+    q, k, v = _tensors(0)
+    (d_q,) = torch.autograd.grad(tw.linear_attention(q, k, v, kernel="triton").sum(), q, create_graph=True)
+    want, _ = tw.linear_attention(q, k, v, kernel="triton", return_state=True)
+    assert torch.equal(d_q, torch.autograd.grad(want.sum(), q)[0])
+    with pytest.raises(NotImplementedError, match="first derivatives alone"):
+        d_q.sum().backward()
+
+
+def test_one_tensor_three_times_and_then_three(repeated: list[int]) -> None:
+    q, k, v = _tensors(0)
+    tw.linear_attention(q, q, q, kernel="triton").sum().backward()
+    out = tw.linear_attention(q, k, v, kernel="triton")
+    grads = torch.autograd.grad(out, (q, k, v), out.detach())
+    want, _ = tw.linear_attention(q, k, v, kernel="triton", return_state=True)
+    assert len(repeated) == 4 and torch.equal(out, want)
+    for grad, expected in zip(grads, torch.autograd.grad(want, (q, k, v), out.detach()), strict=True):
+        assert torch.equal(grad, expected)
+
+
+def test_what_is_not_repeated(repeated: list[int]) -> None:
+    q, k, v = _tensors(0)
+    with torch.no_grad():
+        tw.linear_attention(q, k, v, kernel="triton", decay=-0.1)
+        tw.linear_attention(q, k, v, kernel="numpy")
+        tw.linear_attention(q[0], k[0], v[0], kernel="triton")
+        assert not repeated
+        tw.linear_attention(q, k, v, kernel="triton", feature_map=tw.exp(tw.S))
+        assert repeated == [3]
+    with pytest.raises(ValueError, match="k: expected 40 keys"):
+        tw.linear_attention(q, k[:, :, 1:], v[:, :, 1:], kernel="triton")
+
+
+def test_a_tape_holds_no_tensors(repeated: list[int]) -> None:
+    import gc
+    import weakref
+
+    q, k, v = (x.detach() for x in _tensors(0))
+    out = tw.linear_attention(q, k, v, kernel="triton")
+    gone = [weakref.ref(x) for x in (q, k, v, out)]
+    del q, k, v, out
+    gc.collect()
+    assert [x() for x in gone] == [None] * 4 and repeated
