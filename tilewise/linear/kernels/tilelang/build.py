@@ -18,7 +18,7 @@ from tilewise.spec import Shape
 
 _MODULES = {
     "outputs": "forward", "segment_states": "states", "d_segment_states": "states", "scan": "states",
-    "shifts": "backward", "d_query": "backward", "d_keys": "backward",
+    "row_weights": "backward", "d_query": "backward", "d_keys": "backward",
 }  # fmt: skip
 KERNELS = tuple(_MODULES)
 CHUNK = 64  # rows, as many as a warpgroup multiplies

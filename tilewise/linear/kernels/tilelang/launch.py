@@ -14,7 +14,7 @@ import torch
 
 from tilewise import arrays
 from tilewise.kernels.tilelang import library
-from tilewise.kernels.tilelang.call import lies_by_tokens, steps_of, suits_copy_engine
+from tilewise.kernels.tilelang.call import lies_by_tokens, row_places, steps_of, suits_copy_engine
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.linear.kernels.tilelang.build import CHUNK, LinearBuild, build_of, default_chunk, written
 from tilewise.linear.spec import Done, LinearGrads, Problem
@@ -43,14 +43,14 @@ def forward(problem: Problem, chunk: int | None, target: str) -> Done:
     call = _Call(problem, chunk, target)
     shape, spec, q = problem.shape, problem.spec, problem.q
     out = torch.empty_strided(*arrays.stored_as(q, problem.v), dtype=q.dtype, device=q.device)
-    norm = _numbers(q, *q.shape[:2], q.shape[2] if spec.normalize else 0)
+    norm = _row_numbers(q)
     states, final = call.states()
     if call.has_rows:
         call.launch(
             "outputs", call.segments.table, {"q": q, "k": problem.k, "v": problem.v}, {"out": out},
-            states=states, final=final, norm=norm if spec.normalize else _unused(q),
+            states=states, final=final, norm=norm,
         )  # fmt: skip
-    return Done(out, norm, call.split(final, shape.heads_k, _log_decay(problem)))
+    return Done(out, norm[..., : shape.n_q if spec.normalize else 0].contiguous(), call.split(final, shape.heads_k, _log_decay(problem)))
 
 
 def backward(
@@ -64,13 +64,14 @@ def backward(
     d_k, d_v = (torch.zeros((*q.shape[:3], x.shape[3]), dtype=summed, device=q.device) for x in (k, v))
     if spec.lengths is not None:
         d_q, d_k, d_v = map(_by_tokens, (d_q, d_k, d_v))
-    d_rows, d_columns, shift = (_numbers(q, *q.shape[:3]).zero_() for _ in range(3))
-    rows = {"norm": done.norm.contiguous() if spec.normalize else shift, "shift": shift}
+    d_rows, d_columns, share, shift = (_row_numbers(q) for _ in range(4))
+    rows = {"share": share, "shift": shift}
     of_keys = {"k": k, "v": v}
     d_final = call.states_from(d_state, shape.heads)
     if call.has_rows:
         if spec.normalize:
-            call.launch("shifts", call.segments.table, {"out": done.out, "d_out": d_out}, {}, shift=shift)
+            given = {"out": done.out, "d_out": d_out}
+            call.launch("row_weights", call.segments.table, given, {}, norm=done.norm.contiguous(), **rows)
         states, _ = call.states()
         call.launch(
             "d_query", call.segments.table, {"q": q, **of_keys, "d_out": d_out}, {"d_q": d_q},
@@ -87,7 +88,7 @@ def backward(
         )  # fmt: skip
     d_decay = None
     if problem.decay is not None:
-        d_decay = _decay_gradient(problem, call.of_key_heads(d_rows - d_columns), done.state, d_state)
+        d_decay = _decay_gradient(problem, call.of_key_heads(d_rows - d_columns)[..., : shape.n_q], done.state, d_state)
     d_log = torch.zeros_like(done.state.log_decay) if d_state is None else d_state.log_decay
     initial = None if problem.initial is None else call.split(call.of_key_heads(d_final), shape.heads_k, d_log)
     return LinearGrads(d_q, *(call.of_key_heads(x).to(q.dtype) for x in (d_k, d_v)), d_decay, initial)
@@ -160,11 +161,12 @@ class _Call:
         tensors |= {"segments": table, "decays": self.decays}
         values: dict[str, Any] = {
             "batch": shape.batch, "heads": shape.heads, "heads_k": shape.heads_k, "n": shape.n_q, "group": shape.group,
+            "n_rows": row_places(shape.n_q),
             "n_segments": len(table), "slots": self.slots, "n_states": self.problem.n_states,
             "n_firsts": len(self.segments.firsts), "per_batch": self.segments.number, "scale": spec.scale,
             **{name: x for name, x in others.items() if not isinstance(x, torch.Tensor)},
         }  # fmt: skip
-        for name, x in given.items():
+        for name, x in (given | tensors).items():
             values |= {f"{name}_step{i}": step for i, step in enumerate(steps_of(x))}
         values |= {name: x.data_ptr() for name, x in (given | tensors).items()}
         values["stream"] = torch.cuda.current_stream().cuda_stream if on_gpu else None
@@ -183,11 +185,13 @@ class _Call:
         """The logs summed up from the first row of a chunk to each of its rows, and over each segment."""
         problem, shape = self.problem, self.problem.shape
         if problem.decay is None or not self.has_rows:
-            return _unused(problem.q), _unused(problem.q).expand(self.slots, shape.heads_k).contiguous()
+            return _unused(problem.q), _numbers(problem.q, self.slots, shape.heads_k).zero_()
         sums = torch.nn.functional.pad(problem.decay.double().cumsum(-1), (1, 0))
         rows = (sums[..., 1:] - sums[..., self.segments.chunks]).float()
         begins, ends = self.segments.table[:, :2].long().unbind(1)
         totals = (sums[..., ends] - sums[..., begins]).float()
+        behind = row_places(shape.n_q) - shape.n_q  # the copy engine reads them, and finds the last row's
+        rows = torch.nn.functional.pad(rows, (0, behind), mode="replicate")
         return rows.contiguous(), totals.transpose(1, 2).reshape(self.slots, shape.heads_k).contiguous()
 
     def _by_query_head(self, x: Any, axis: int) -> Any:
@@ -259,6 +263,11 @@ def _by_tokens(x: Any) -> Any:
 def _unused(like: Any) -> Any:
     """For an argument that nothing is read of."""
     return torch.zeros(1, dtype=torch.float32, device=like.device)
+
+
+def _row_numbers(q: Any) -> Any:
+    """Places for one number a row."""
+    return _numbers(q, *q.shape[:2], row_places(q.shape[2])).zero_()
 
 
 def _numbers(like: Any, *size: int) -> Any:

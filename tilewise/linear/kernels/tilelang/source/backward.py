@@ -2,18 +2,19 @@
 state's gradient. Each number is written by one block, so that the same call gives the same bits.
 
 Rows of d_out are multiplied as they are; by the share that normalizes a row (1 over its sum of weights) only what comes
-out of products is, or goes into them from the other side. shift is -sum(d_out * out), a row's, without its share.
+out of products is, or goes into them from the other side. A row's shift is -sum(d_out * out), without its share.
 """
 
 import tilelang.language as T
 
-from tilewise.kernels.tilelang.source.tiles import Memory, after_kernels_before, array, load_rows, store_rows
+from tilewise.kernels.tilelang.source.tiles import Memory, after_kernels_before, array, load_rows
 from tilewise.linear.features import slope
 from tilewise.linear.kernels.tilelang.source.chunks import (
     Segment,
     Sizes,
     add_rows,
     at,
+    inverse,
     left,
     load_decays,
     load_state,
@@ -23,23 +24,28 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
     one,
     past,
     segments_of,
+    share_of,
+    shift_of,
     states_of,
+    store_rows,
     store_state,
     within,
 )
 
 
-def shifts(build, spec):
-    """-sum(d_out * out) of every row."""
+def row_weights(build, spec):
+    """share and shift of every row."""
     n = Sizes()
     _, fragment, parallel = Memory.of(build)
     chunk, columns, dtype = build.chunk, build.columns, build.dtype
 
     @T.prim_func
-    def shifts(
+    def row_weights(
         out: array(build, "out", (n.batch, n.heads, n.n, build.d_v), dtype),
         d_out: array(build, "d_out", (n.batch, n.heads, n.n, build.d_v), dtype),
-        shift: numbers(n, n.heads),
+        norm: T.Tensor((n.batch, n.heads, n.n), "float32"),
+        share: numbers(build, n, "share", n.heads),
+        shift: numbers(build, n, "shift", n.heads),
     ):
         with T.Kernel(T.ceildiv(n.n, chunk), n.heads, n.batch, threads=build.threads) as (number, h, b):
             products = fragment([chunk, columns], "float32")
@@ -55,8 +61,9 @@ def shifts(build, spec):
             for r in parallel(chunk):
                 if row + r < n.n:
                     shift[b, h, row + r] = sums[r]
+                    share[b, h, row + r] = inverse(norm[b, h, row + r])
 
-    return shifts
+    return row_weights
 
 
 def d_query(build, spec):
@@ -71,12 +78,12 @@ def d_query(build, spec):
         k: array(build, "k", (n.batch, n.heads_k, n.n, build.d), dtype),
         v: array(build, "v", (n.batch, n.heads_k, n.n, build.d_v), dtype),
         d_out: array(build, "d_out", (n.batch, n.heads, n.n, build.d_v), dtype),
-        decays: numbers(n, n.heads_k),
-        norm: numbers(n, n.heads),
-        shift: numbers(n, n.heads),
+        decays: numbers(build, n, "decays", n.heads_k),
+        share: numbers(build, n, "share", n.heads),
+        shift: numbers(build, n, "shift", n.heads),
         states: states_of(build, n, n.heads_k, n.slots),
         d_q: array(build, "d_q", (n.batch, n.heads, n.n, build.d), dtype),
-        d_rows: numbers(n, n.heads),
+        d_rows: numbers(build, n, "d_rows", n.heads),
         segments: segments_of(n),
         per_batch: T.int32,
         group: T.int32,
@@ -91,8 +98,8 @@ def d_query(build, spec):
             state_tile = shared([depth, columns], operand)
             w_tile = shared([chunk, chunk], operand)
             c_tile = shared([chunk], "float32")
-            share = shared([chunk], "float32")
-            e = shared([chunk], "float32")
+            share_tile = shared([chunk], "float32")
+            e_tile = shared([chunk], "float32")
             z = shared([depth], "float32")
             f_k = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
@@ -113,12 +120,12 @@ def d_query(build, spec):
                 load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
                 load_rows(build, q, q_tile, b, h, 0, row, end)
                 load_decays(build, decays, c_tile, b, hk, row, end)
-                load_weights(build, norm, shift, share, e, b, h, row, end)
+                load_weights(build, share, shift, share_tile, e_tile, b, h, row, end)
                 # 2 what came before the chunk
                 T.copy(state, state_tile)
                 T.gemm(d_out_tile, state_tile, d_f, transpose_B=True, clear_accum=True)
                 for r, c in parallel(chunk, depth):
-                    d_f[r, c] = (d_f[r, c] + e[r] * z[c]) * past(build, c_tile, r)
+                    d_f[r, c] = (d_f[r, c] + shift_of(build, e_tile, r) * z[c]) * past(build, c_tile, r)
                 if build.causal:
                     # 3 weights within the chunk
                     load_rows(build, k, k_tile, b, hk, 0, row, end)
@@ -127,7 +134,7 @@ def d_query(build, spec):
                     T.copy(f_k, narrow_k)
                     T.gemm(d_out_tile, v_tile, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
-                        w[r, c] = (w[r, c] + e[r]) * within(build, c_tile, r, c)
+                        w[r, c] = (w[r, c] + shift_of(build, e_tile, r)) * within(build, c_tile, r, c)
                     T.copy(w, w_tile)
                     T.gemm(w_tile, narrow_k, d_f)
                     # 4 the state after it
@@ -137,7 +144,7 @@ def d_query(build, spec):
                     add_rows(build, f_k, narrow_k, v_tile, one, state, z, total, c_tile)
                 # 5 finish: d_q
                 for r, c in parallel(chunk, depth):
-                    d_f[r, c] *= scale * share[r]
+                    d_f[r, c] *= scale * share_of(build, share_tile, r)
                 if build.decays:
                     for r, c in parallel(chunk, depth):
                         part[r, c] = d_f[r, c] * at(build, spec.feature, q_tile[r, c])
@@ -148,7 +155,7 @@ def d_query(build, spec):
                             d_rows[b, h, row + r] = sums[r]
                 for r, c in parallel(chunk, depth):
                     d_f[r, c] *= at(build, slope(spec.feature), q_tile[r, c])
-                store_rows(build, d_f, d_q, b, h, 0, row, end)
+                store_rows(build, d_f, narrow_k, d_q, b, h, row, end)
 
     return d_query
 
@@ -169,14 +176,14 @@ def d_keys(build, spec):
         k: array(build, "k", (n.batch, n.heads_k, n.n, build.d), dtype),
         v: array(build, "v", (n.batch, n.heads_k, n.n, build.d_v), dtype),
         d_out: array(build, "d_out", (n.batch, n.heads, n.n, build.d_v), dtype),
-        decays: numbers(n, n.heads_k),
-        norm: numbers(n, n.heads),
-        shift: numbers(n, n.heads),
+        decays: numbers(build, n, "decays", n.heads_k),
+        share: numbers(build, n, "share", n.heads),
+        shift: numbers(build, n, "shift", n.heads),
         d_states: states_of(build, n, n.heads, n.slots),
         d_final: states_of(build, n, n.heads, n.n_states),
         d_k: array(build, "d_k", (n.batch, n.heads, n.n, build.d), build.sum_dtype),
         d_v: array(build, "d_v", (n.batch, n.heads, n.n, build.d_v), build.sum_dtype),
-        d_columns: numbers(n, n.heads),
+        d_columns: numbers(build, n, "d_columns", n.heads),
         segments: segments_of(n),
         per_batch: T.int32,
         group: T.int32,
@@ -191,9 +198,10 @@ def d_keys(build, spec):
             narrow_k = shared([chunk, depth], operand)
             state_tile = shared([depth, columns], operand)
             w_tile = shared([chunk, chunk], operand)
+            d_v_tile = shared([chunk, columns], operand)
             c_tile = shared([chunk], "float32")
-            share = shared([chunk], "float32")
-            e = shared([chunk], "float32")
+            share_tile = shared([chunk], "float32")
+            e_tile = shared([chunk], "float32")
             z = shared([depth], "float32")
             f = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
@@ -231,23 +239,23 @@ def d_keys(build, spec):
                     # 3 weights within the chunk, keys down and queries across
                     load_rows(build, q, q_tile, b, h, 0, row, end)
                     load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
-                    load_weights(build, norm, shift, share, e, b, h, row, end)
+                    load_weights(build, share, shift, share_tile, e_tile, b, h, row, end)
                     map_rows(build, spec.feature, q_tile, f, lambda r: scale, row, end)
                     T.copy(f, narrow_q)
                     T.gemm(narrow_k, narrow_q, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
-                        w[r, c] *= within(build, c_tile, c, r) * share[c]
+                        w[r, c] *= within(build, c_tile, c, r) * share_of(build, share_tile, c)
                     T.copy(w, w_tile)
                     T.gemm(w_tile, d_out_tile, acc_v)
                     T.gemm(v_tile, d_out_tile, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
-                        w[r, c] = (w[r, c] + e[c]) * within(build, c_tile, c, r) * share[c]
+                        w[r, c] = (w[r, c] + shift_of(build, e_tile, c)) * within(build, c_tile, c, r) * share_of(build, share_tile, c)
                     T.copy(w, w_tile)
                     T.gemm(w_tile, narrow_q, acc_k)
                     # 4 the gradient of the state before it
                     for r, c in parallel(chunk, depth):
-                        f[r, c] *= share[r] * past(build, c_tile, r)
-                    add_rows(build, f, narrow_q, d_out_tile, lambda r: e[r], state, z, total, c_tile)
+                        f[r, c] *= share_of(build, share_tile, r) * past(build, c_tile, r)
+                    add_rows(build, f, narrow_q, d_out_tile, lambda r: shift_of(build, e_tile, r), state, z, total, c_tile)
                 # 5 finish: d_k, d_v
                 if build.decays:
                     for r, c in parallel(chunk, depth):
@@ -258,8 +266,8 @@ def d_keys(build, spec):
                             d_columns[b, h, row + r] = sums[r]
                 for r, c in parallel(chunk, depth):
                     acc_k[r, c] *= at(build, slope(spec.feature), k_tile[r, c])
-                store_rows(build, acc_k, d_k, b, h, 0, row, end)
-                store_rows(build, acc_v, d_v, b, h, 0, row, end)
+                store_rows(build, acc_k, narrow_q, d_k, b, h, row, end)
+                store_rows(build, acc_v, d_v_tile, d_v, b, h, row, end)
             if build.causal:
                 if segment.is_first == 1:
                     store_state(build, state, z, d_final, b + segment.sequence, h)

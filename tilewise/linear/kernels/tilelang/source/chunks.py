@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import tilelang.language as T
 
 from tilewise.kernels.tilelang import ops
-from tilewise.kernels.tilelang.source.tiles import Memory
+from tilewise.kernels.tilelang.source.tiles import Memory, array, rows_from
 
 SIDE = 4  # numbers behind a row of a state, so that rows begin at multiples of 16 bytes
 # Of a segment: its rows; where its state is; its sequence, and whether it is the first or the last of it.
@@ -21,7 +21,7 @@ class Sizes:
     """The sizes of a call, which one kernel serves all of."""
 
     def __init__(self):
-        for name in ("batch", "heads", "heads_k", "n", "n_segments", "slots", "n_states"):
+        for name in ("batch", "heads", "heads_k", "n", "n_rows", "n_segments", "slots", "n_states"):
             setattr(self, name, T.dynamic(name))
 
 
@@ -40,9 +40,9 @@ class Segment(NamedTuple):
         return cls(*(segments[number, field] for field in range(FIELDS)))
 
 
-def numbers(sizes, heads):
-    """A parameter: one number a row, without gaps."""
-    return T.Tensor((sizes.batch, heads, sizes.n), "float32")
+def numbers(build, sizes, name, heads):
+    """A parameter: one number a row, and some behind the last that are read and count for nothing."""
+    return array(build, name, (sizes.batch, heads, sizes.n_rows), "float32")
 
 
 def states_of(build, sizes, heads, slots):
@@ -72,20 +72,33 @@ def map_rows(build, function, x_tile, f, weight, first, end):
 def load_decays(build, decays, c_tile, b, hk, first, end):
     """The logs summed up from the chunk's first row to each, c; behind the last row they stay what they were."""
     if build.decays:
-        for r in Memory.of(build).parallel(c_tile.shape[0]):
-            c_tile[r] = decays[b, hk, T.min(first + r, end - 1)]
+        load_row_numbers(build, decays, c_tile, b, hk, first, end)
 
 
 @T.macro
-def load_weights(build, norm, shift, share, e, b, h, first, end):
+def load_weights(build, share, shift, share_tile, e_tile, b, h, first, end):
     """Of rows: what their weights are multiplied by to be normalized, and the gradient of their sum, before that."""
-    for r in Memory.of(build).parallel(share.shape[0]):
-        if build.normalize:
-            share[r] = T.if_then_else(first + r < end, inverse(norm[b, h, first + r]), 0)
-            e[r] = T.if_then_else(first + r < end, shift[b, h, first + r], 0)
-        else:
-            share[r] = 1
-            e[r] = 0
+    if build.normalize:
+        load_row_numbers(build, share, share_tile, b, h, first, end)
+        load_row_numbers(build, shift, e_tile, b, h, first, end)
+
+
+@T.macro
+def load_row_numbers(build, x, tile, b, h, first, end):
+    """One a row. Behind the last row the copy engine finds what is there for it; else it is the last row's."""
+    if build.on_gpu and not build.packed:
+        T.copy(x[b, h, first : first + tile.shape[0]], tile)
+    else:
+        for r in Memory.of(build).parallel(tile.shape[0]):
+            tile[r] = x[b, h, T.min(first + r, end - 1)]
+
+
+def share_of(build, share_tile, r):
+    return share_tile[r] if build.normalize else T.float32(1)
+
+
+def shift_of(build, e_tile, r):
+    return e_tile[r] if build.normalize else T.float32(0)
 
 
 def past(build, c_tile, r):
@@ -150,6 +163,20 @@ def add_rows(build, f, narrow, rows_tile, weight, state, z, total, c_tile):
 def one(r):
     """The weight of a row that has none."""
     return T.float32(1)
+
+
+@T.macro
+def store_rows(build, values, tile, x, b, h, first, end):
+    """Rows of one head from `first` on, as far as there are any. tile: of the type of x, where the copy engine is used;
+    one that is free."""
+    if build.on_gpu and build.aligned and not build.packed and x.dtype == tile.dtype:
+        T.copy(values, tile)
+        T.copy(tile, rows_from(x, b, h, first, *values.shape))
+    else:
+        rows, columns = values.shape
+        for r, c in Memory.of(build).parallel(rows, columns):
+            if (first + r < end) & (c < x.shape[3]):
+                x[b, h, first + r, c] = values[r, c]
 
 
 def inverse(x):

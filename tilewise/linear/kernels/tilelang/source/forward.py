@@ -2,7 +2,7 @@
 
 import tilelang.language as T
 
-from tilewise.kernels.tilelang.source.tiles import Memory, after_kernels_before, array, load_rows, store_rows
+from tilewise.kernels.tilelang.source.tiles import Memory, after_kernels_before, array, load_rows
 from tilewise.linear.kernels.tilelang.source.chunks import (
     Segment,
     Sizes,
@@ -17,6 +17,7 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
     past,
     segments_of,
     states_of,
+    store_rows,
     store_state,
     within,
 )
@@ -33,11 +34,11 @@ def outputs(build, spec):
         q: array(build, "q", (n.batch, n.heads, n.n, build.d), dtype),
         k: array(build, "k", (n.batch, n.heads_k, n.n, build.d), dtype),
         v: array(build, "v", (n.batch, n.heads_k, n.n, build.d_v), dtype),
-        decays: numbers(n, n.heads_k),
+        decays: numbers(build, n, "decays", n.heads_k),
         states: states_of(build, n, n.heads_k, n.slots),
         final: states_of(build, n, n.heads_k, n.n_states),
         out: array(build, "out", (n.batch, n.heads, n.n, build.d_v), dtype),
-        norm: numbers(n, n.heads),
+        norm: numbers(build, n, "norm", n.heads),
         segments: segments_of(n),
         per_batch: T.int32,
         group: T.int32,
@@ -51,6 +52,7 @@ def outputs(build, spec):
             narrow_k = shared([chunk, depth], operand)
             state_tile = shared([depth, columns], operand)
             w_tile = shared([chunk, chunk], operand)
+            out_tile = shared([chunk, columns], operand)
             c_tile = shared([chunk], "float32")
             z = shared([depth], "float32")
             f_q = fragment([chunk, depth], "float32")
@@ -59,8 +61,9 @@ def outputs(build, spec):
             w = fragment([chunk, chunk], "float32")
             acc = fragment([chunk, columns], "float32")
             state = fragment([depth, columns], "float32")
-            sums = fragment([chunk], "float32")
-            row_sum = fragment([chunk], "float32")
+            sums = shared([chunk], "float32")
+            sum_before = fragment([chunk], "float32")
+            sum_within = fragment([chunk], "float32")
             after_kernels_before(build)
             hk = T.truncdiv(h, group)
             segment = Segment.of(segments, number)
@@ -80,9 +83,9 @@ def outputs(build, spec):
                 if build.normalize:
                     for r, c in parallel(chunk, depth):
                         f_q[r, c] *= z[c]
-                    T.reduce_sum(f_q, sums, dim=1)
+                    T.reduce_sum(f_q, sum_before, dim=1)
                     for r in parallel(chunk):
-                        sums[r] *= past(build, c_tile, r)
+                        sums[r] = sum_before[r] * past(build, c_tile, r)
                 if build.decays:
                     for r, c in parallel(chunk, columns):
                         acc[r, c] *= past(build, c_tile, r)
@@ -98,9 +101,9 @@ def outputs(build, spec):
                     T.copy(w, w_tile)
                     T.gemm(w_tile, v_tile, acc)
                     if build.normalize:
-                        T.reduce_sum(w, row_sum, dim=1)
+                        T.reduce_sum(w, sum_within, dim=1)
                         for r in parallel(chunk):
-                            sums[r] += row_sum[r]
+                            sums[r] += sum_within[r]
                     # 4 the state after it
                     if build.decays:
                         for r, c in parallel(chunk, depth):
@@ -113,7 +116,7 @@ def outputs(build, spec):
                             norm[b, h, row + r] = sums[r]
                     for r, c in parallel(chunk, columns):
                         acc[r, c] *= inverse(sums[r])
-                store_rows(build, acc, out, b, h, 0, row, end)
+                store_rows(build, acc, out_tile, out, b, h, row, end)
             if build.causal:
                 if (segment.is_last == 1) & (h % group == 0):
                     store_state(build, state, z, final, b + segment.sequence, hk)

@@ -16,6 +16,8 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
     one,
     past,
     segments_of,
+    share_of,
+    shift_of,
     states_of,
     store_state,
 )
@@ -31,7 +33,7 @@ def segment_states(build, spec):
     def segment_states(
         k: array(build, "k", (n.batch, n.heads_k, n.n, build.d), dtype),
         v: array(build, "v", (n.batch, n.heads_k, n.n, build.d_v), dtype),
-        decays: numbers(n, n.heads_k),
+        decays: numbers(build, n, "decays", n.heads_k),
         states: states_of(build, n, n.heads_k, n.slots),
         segments: segments_of(n),
         per_batch: T.int32,
@@ -73,9 +75,9 @@ def d_segment_states(build, spec):
     def d_segment_states(
         q: array(build, "q", (n.batch, n.heads, n.n, build.d), dtype),
         d_out: array(build, "d_out", (n.batch, n.heads, n.n, build.d_v), dtype),
-        decays: numbers(n, n.heads_k),
-        norm: numbers(n, n.heads),
-        shift: numbers(n, n.heads),
+        decays: numbers(build, n, "decays", n.heads_k),
+        share: numbers(build, n, "share", n.heads),
+        shift: numbers(build, n, "shift", n.heads),
         d_states: states_of(build, n, n.heads, n.slots),
         segments: segments_of(n),
         per_batch: T.int32,
@@ -87,8 +89,8 @@ def d_segment_states(build, spec):
             d_out_tile = shared([chunk, columns], operand)
             narrow = shared([chunk, depth], operand)
             c_tile = shared([chunk], "float32")
-            share = shared([chunk], "float32")
-            e = shared([chunk], "float32")
+            share_tile = shared([chunk], "float32")
+            e_tile = shared([chunk], "float32")
             z = shared([depth], "float32")
             f_q = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
@@ -105,11 +107,11 @@ def d_segment_states(build, spec):
                 load_rows(build, q, q_tile, b, h, 0, row, end)
                 load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
                 load_decays(build, decays, c_tile, b, T.truncdiv(h, group), row, end)
-                load_weights(build, norm, shift, share, e, b, h, row, end)
+                load_weights(build, share, shift, share_tile, e_tile, b, h, row, end)
                 map_rows(
-                    build, spec.feature, q_tile, f_q, lambda r: scale * share[r] * past(build, c_tile, r), row, end
+                    build, spec.feature, q_tile, f_q, lambda r: scale * share_of(build, share_tile, r) * past(build, c_tile, r), row, end
                 )
-                add_rows(build, f_q, narrow, d_out_tile, lambda r: e[r], state, z, total, c_tile)
+                add_rows(build, f_q, narrow, d_out_tile, lambda r: shift_of(build, e_tile, r), state, z, total, c_tile)
             store_state(build, state, z, d_states, b * per_batch + segment.slot, h)
 
     return d_segment_states
