@@ -73,6 +73,15 @@ def kernel(build: Build, write: Callable[[], Any]) -> Library:
         return _loaded[build]
 
 
+def keep(build: Build, write: Callable[[], Any]) -> bool:
+    """Compile a kernel for later, unless it was compiled before: whether it was to be compiled."""
+    files = disk.user_cache("tilelang")
+    if files.path(build.name) is not None:
+        return False
+    _compiled(build, write, files)
+    return True
+
+
 def is_kept(build: Build) -> bool:
     """Whether it was compiled before, here or for the folder that TILEWISE_CACHE names."""
     return build in _loaded or disk.user_cache("tilelang").path(build.name) is not None

@@ -6,6 +6,7 @@ and batches keep a GPU busy, every row goes through memory once; else k and v do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -40,7 +41,7 @@ class Segments(NamedTuple):
 
 
 def forward(problem: Problem, chunk: int | None, target: str) -> Done:
-    call = _Call(problem, chunk, target)
+    call = LinearCall(problem, chunk, target)
     shape, spec, q = problem.shape, problem.spec, problem.q
     out = torch.empty_strided(*arrays.stored_as(q, problem.v), dtype=q.dtype, device=q.device)
     norm = _row_numbers(q)
@@ -57,7 +58,7 @@ def backward(
     problem: Problem, done: Done, d_out: Any, d_state: LinearState | None, chunk: int | None, target: str
 ) -> LinearGrads:
     """Gradients of sum(out * d_out) + sum(state * d_state)."""
-    call = _Call(problem, chunk, target)
+    call = LinearCall(problem, chunk, target)
     shape, spec, q, k, v = problem.shape, problem.spec, problem.q, problem.k, problem.v
     summed = torch.float32 if shape.group > 1 else q.dtype
     d_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -94,7 +95,7 @@ def backward(
     return LinearGrads(d_q, *(call.of_key_heads(x).to(q.dtype) for x in (d_k, d_v)), d_decay, initial)
 
 
-class _Call:
+class LinearCall:
     """What the kernels of a call share."""
 
     def __init__(self, problem: Problem, chunk: int | None, target: str) -> None:
@@ -103,7 +104,7 @@ class _Call:
         self.segments = segments_of(problem, self.chunk, target)
         shape = problem.shape
         self.has_rows = 0 not in (shape.batch, shape.heads, self.segments.number)
-        made = self._build("scan", True)
+        made = self.build_for("scan", ())
         self.depth, self.columns = made.depth, made.columns
         self.slots = shape.batch * self.segments.number
         self.decays, self.totals = self._cumulative()
@@ -154,8 +155,7 @@ class _Call:
         """rows, results: arrays whose rows the copy engine may take. others: arrays without gaps, and numbers."""
         shape, spec = self.problem.shape, self.problem.spec
         on_gpu = self.target != C
-        suits = suits_copy_engine if spec.lengths is None else lies_by_tokens
-        build = self._build(kernel, on_gpu and all(map(suits, (*rows.values(), *results.values()))))
+        build = self.build_for(kernel, (*rows.values(), *results.values()))
         given = {name: x if on_gpu else x.contiguous() for name, x in (rows | results).items()}
         tensors = {name: x for name, x in others.items() if isinstance(x, torch.Tensor)}
         tensors |= {"segments": table, "decays": self.decays}
@@ -176,8 +176,11 @@ class _Call:
             if given[name] is not x:
                 x.copy_(given[name])
 
-    def _build(self, kernel: str, aligned: bool) -> LinearBuild:
+    def build_for(self, kernel: str, rows: Sequence[Any]) -> LinearBuild:
+        """What the compiler is asked for. rows: arrays that the copy engine might take."""
         problem = self.problem
+        suits = suits_copy_engine if problem.spec.lengths is None else lies_by_tokens
+        aligned = self.target != C and all(map(suits, rows))
         decays = problem.decay is not None
         return build_of(kernel, problem.spec, problem.shape, decays, self.target, self.chunk, aligned)
 
