@@ -95,7 +95,7 @@ def torch() -> Any:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [case for case in ON_GPU if case.dtype == "bfloat16"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
 def test_case_on_a_gpu(torch: Any, case: LinearCase) -> None:
     got = _results(case)
     check_results(contract.expected_of(case.problem()), {name: on_host(x.contiguous()) for name, x in got.items()})

@@ -61,17 +61,16 @@ def calls() -> Iterator[tuple[Call, tuple[Tile | None, ...]]]:
 
 
 def _others() -> Iterator[Call]:
+    heads = [torch.zeros(1, heads, 8, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    yield from (validate.prepare(*heads[:1] * 3), validate.prepare(*heads, causal=True))
     for dtype in (torch.float16, torch.bfloat16):
-        for d in (40, 64, 128, 256):
-            x = torch.zeros(1, 2, 8, d, dtype=dtype)
-            yield from (validate.prepare(x, x, x, causal=causal) for causal in (False, True))
-    grouped = [torch.zeros(1, heads, 8, 128, dtype=torch.bfloat16) for heads in (8, 2, 2)]
-    yield validate.prepare(*grouped, causal=True)
+        x = torch.zeros(1, 2, 8, 64, dtype=dtype)
+        yield validate.prepare(x, x, x)
     lengths, x = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 2, 64, dtype=torch.bfloat16)
     yield validate.prepare_varlen(x, x, x, lengths, lengths)
     for d in (40, 64, 128):
-        odd = torch.zeros(1, 2, 8, d + 3, dtype=torch.bfloat16)[..., 1:-2]
-        yield validate.prepare(odd, odd, odd, causal=True)
+        x = torch.zeros(1, 2, 8, d + 3, dtype=torch.bfloat16)
+        yield from (validate.prepare(*[y] * 3, causal=True) for y in (x[..., :d].contiguous(), x[..., 1:-2]))
 
 
 def _take_note(found: Kernels) -> None:

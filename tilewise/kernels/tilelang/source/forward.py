@@ -22,6 +22,7 @@ from tilewise.kernels.tilelang.source.tiles import (
     Sizes,
     after_kernels_before,
     array,
+    done_with,
     finite,
     fused,
     load_rows,
@@ -31,7 +32,7 @@ from tilewise.kernels.tilelang.source.tiles import (
     record_of,
     records_of,
     store_rows,
-    wait_for,
+    wait,
     weight_of,
     with_sink,
 )
@@ -108,7 +109,8 @@ def forward(build, variant):
                 multiply(build, q_tile, k_tile, s, transpose_B=True, policy=by_rows, clear_accum=True)
                 # 6 acc += p @ v, of the tile before, while tensor cores would wait for the weights of this one
                 multiply(build, p, v_tile, acc, policy=by_rows)
-                wait_for(build, k_tile, 1)
+                wait(build, 1)
+                done_with(build, k_tile)
                 if i < n_visits:
                     # 3 score
                     if not build.raw:
@@ -130,7 +132,8 @@ def forward(build, variant):
                     T.reduce_sum(s, tile_sum, dim=1)
                     for r in parallel(tile_q):
                         row_sum[r] = row_sum[r] * rescale[r] + tile_sum[r]
-                wait_for(build, v_tile, 0)
+                wait(build, 0)
+                done_with(build, v_tile)
                 if i < n_visits:
                     # 6 acc = acc * rescale
                     for r, c in parallel(tile_q, columns):

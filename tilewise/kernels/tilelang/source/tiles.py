@@ -88,14 +88,20 @@ def multiply(build, a, b, acc, **how):
 
 
 @T.macro
-def wait_for(build, tile, later):
-    """Until `tile` has been multiplied, by all products but the `later` last. It is then free for the next.
+def wait(build, later):
+    """Until all products are done but the `later` last."""
+    if build.on_gpu:
+        T.wait_wgmma(later)
+
+
+@T.macro
+def done_with(build, tile):
+    """A tile that products were waited for is free for the next.
 
     TileLang lets the threads that load have a tile back behind its last use, and takes the begin of a product for it.
     So the tile is used here once more, for nothing.
     """
     if build.on_gpu:
-        T.wait_wgmma(later)
         T.call_extern("handle", "static_cast<void>", T.address_of(tile[0, 0]))
 
 
