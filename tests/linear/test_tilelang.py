@@ -107,4 +107,3 @@ def test_the_same_bits_again(torch: Any) -> None:
     first, second = _results(case), _results(case)
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
-

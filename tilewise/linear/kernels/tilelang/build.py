@@ -24,6 +24,7 @@ KERNELS = tuple(_MODULES)
 CHUNK = 64  # rows, as many as a warpgroup multiplies
 _ON_C = 32
 _WARPGROUP = 128  # threads
+_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -85,14 +86,13 @@ class LinearBuild:
         return f"linear attention, {self.kernel}, {self.dtype}, heads of {heads}, {self.target}"
 
 
-def build_of(kernel: str, spec: Linear, shape: Shape, decays: bool, target: str, chunk: int, aligned: bool) -> LinearBuild:
+def build_of(
+    kernel: str, spec: Linear, shape: Shape, decays: bool, target: str, chunk: int, aligned: bool
+) -> LinearBuild:
     return LinearBuild(
-        kernel, target, shape.dtype, shape.d, shape.d_v, chunk, 0 if target == C else _STAGES[kernel],
+        kernel, target, shape.dtype, shape.d, shape.d_v, chunk, 0 if target == C else _STAGES,
         spec.feature.key, spec.causal, spec.normalize, decays, shape.group > 1, spec.lengths is not None, aligned,
     )  # fmt: skip
-
-
-_STAGES = dict.fromkeys(KERNELS, 2)
 
 
 def default_chunk(target: str) -> int:

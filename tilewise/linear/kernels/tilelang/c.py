@@ -23,7 +23,8 @@ class Kernel(tilelang.Kernel):
 
     def unsupported(self, shape: Shape) -> str | None:
         if shape.dtype not in DTYPES:
-            return f"TileLang's C target has {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='numpy' takes them"
+            known = ", ".join(DTYPES)
+            return f"TileLang's C target has {known}, and the arrays are {shape.dtype}; kernel='numpy' takes them"
         return host.unsupported(shape)
 
     def _computed_with(self, d_out: Any, q: Any) -> Any:

@@ -51,7 +51,8 @@ def forward(problem: Problem, chunk: int | None, target: str) -> Done:
             "outputs", call.segments.table, {"q": q, "k": problem.k, "v": problem.v}, {"out": out},
             states=states, final=final, norm=norm,
         )  # fmt: skip
-    return Done(out, norm[..., : shape.n_q if spec.normalize else 0].contiguous(), call.split(final, shape.heads_k, _log_decay(problem)))
+    norm = norm[..., : shape.n_q if spec.normalize else 0].contiguous()
+    return Done(out, norm, call.split(final, shape.heads_k, _log_decay(problem)))
 
 
 def backward(
@@ -92,7 +93,8 @@ def backward(
         d_decay = _decay_gradient(problem, call.of_key_heads(d_rows - d_columns)[..., : shape.n_q], done.state, d_state)
     d_log = torch.zeros_like(done.state.log_decay) if d_state is None else d_state.log_decay
     initial = None if problem.initial is None else call.split(call.of_key_heads(d_final), shape.heads_k, d_log)
-    return LinearGrads(d_q, *(call.of_key_heads(x).to(q.dtype) for x in (d_k, d_v)), d_decay, initial)
+    d_k, d_v = (call.of_key_heads(x).to(q.dtype) for x in (d_k, d_v))
+    return LinearGrads(d_q, d_k, d_v, d_decay, initial)
 
 
 class LinearCall:
@@ -133,8 +135,8 @@ class LinearCall:
     def states_from(self, given: LinearState | None, heads: int) -> Any:
         """As kernels have them. heads: of queries, the first of each group of which has all; or 0, for key heads."""
         shape = self.problem.shape
-        states = _numbers(self.problem.q, self.problem.n_states, heads or shape.heads_k, self.depth, self.columns + _SIDE)
-        states.zero_()
+        slots, width = self.problem.n_states, self.columns + _SIDE
+        states = _numbers(self.problem.q, slots, heads or shape.heads_k, self.depth, width).zero_()
         if given is not None:
             firsts = states[:, :: shape.group if heads else 1]
             firsts[:, :, : shape.d, : shape.d_v] = given.kv
@@ -234,8 +236,9 @@ def _segments(device: str, lengths: tuple[int, ...], rows: int, chunk: int, batc
     whole = torch.tensor(table, dtype=torch.int32).reshape(-1, 6)
     if len(lengths) == 2:  # batches
         firsts = [b * len(table) for b in range(batch + 1)]
-    parts = whole, whole[whole[:, 5] == 0], whole[whole[:, 4] == 0], torch.tensor(firsts, dtype=torch.int32)
-    return Segments(*(x.contiguous().to(device) for x in parts), torch.cat(chunks).to(device))
+    inner, later = whole[whole[:, 5] == 0], whole[whole[:, 4] == 0]
+    parts = whole, inner, later, torch.tensor(firsts, dtype=torch.int32), torch.cat(chunks)
+    return Segments(*(x.contiguous().to(device) for x in parts))
 
 
 def _log_decay(problem: Problem) -> Any:

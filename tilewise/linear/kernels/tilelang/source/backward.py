@@ -10,6 +10,7 @@ import tilelang.language as T
 from tilewise.kernels.tilelang.source.tiles import Memory, after_kernels_before, array, load_rows
 from tilewise.linear.features import slope
 from tilewise.linear.kernels.tilelang.source.chunks import (
+    RowWeights,
     Segment,
     Sizes,
     add_rows,
@@ -24,8 +25,6 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
     one,
     past,
     segments_of,
-    share_of,
-    shift_of,
     states_of,
     store_rows,
     store_state,
@@ -36,8 +35,8 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
 def row_weights(build, spec):
     """share and shift of every row."""
     n = Sizes()
-    _, fragment, parallel = Memory.of(build)
-    chunk, columns, dtype = build.chunk, build.columns, build.dtype
+    shared, fragment, parallel = Memory.of(build)
+    chunk, columns, dtype, operand = build.chunk, build.columns, build.dtype, build.operand
 
     @T.prim_func
     def row_weights(
@@ -48,18 +47,20 @@ def row_weights(build, spec):
         shift: numbers(build, n, "shift", n.heads),
     ):
         with T.Kernel(T.ceildiv(n.n, chunk), n.heads, n.batch, threads=build.threads) as (number, h, b):
+            out_tile = shared([chunk, columns], operand)
+            d_out_tile = shared([chunk, columns], operand)
             products = fragment([chunk, columns], "float32")
             sums = fragment([chunk], "float32")
             after_kernels_before(build)
             row = number * chunk
+            end = T.min(n.n, row + chunk)
+            load_rows(build, out, out_tile, b, h, 0, row, end)
+            load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
             for r, c in parallel(chunk, columns):
-                is_there = (row + r < n.n) & (c < build.d_v)
-                x = T.if_then_else(is_there, out[b, h, row + r, c], 0)
-                y = T.if_then_else(is_there, d_out[b, h, row + r, c], 0)
-                products[r, c] = -T.cast(x, "float32") * T.cast(y, "float32")
+                products[r, c] = -T.cast(out_tile[r, c], "float32") * T.cast(d_out_tile[r, c], "float32")
             T.reduce_sum(products, sums, dim=1)
             for r in parallel(chunk):
-                if row + r < n.n:
+                if row + r < end:
                     shift[b, h, row + r] = sums[r]
                     share[b, h, row + r] = inverse(norm[b, h, row + r])
 
@@ -98,8 +99,7 @@ def d_query(build, spec):
             state_tile = shared([depth, columns], operand)
             w_tile = shared([chunk, chunk], operand)
             c_tile = shared([chunk], "float32")
-            share_tile = shared([chunk], "float32")
-            e_tile = shared([chunk], "float32")
+            weights = RowWeights(build, shared([chunk], "float32"), shared([chunk], "float32"))
             z = shared([depth], "float32")
             f_k = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
@@ -120,12 +120,12 @@ def d_query(build, spec):
                 load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
                 load_rows(build, q, q_tile, b, h, 0, row, end)
                 load_decays(build, decays, c_tile, b, hk, row, end)
-                load_weights(build, share, shift, share_tile, e_tile, b, h, row, end)
+                load_weights(build, share, shift, weights, b, h, row, end)
                 # 2 what came before the chunk
                 T.copy(state, state_tile)
                 T.gemm(d_out_tile, state_tile, d_f, transpose_B=True, clear_accum=True)
                 for r, c in parallel(chunk, depth):
-                    d_f[r, c] = (d_f[r, c] + shift_of(build, e_tile, r) * z[c]) * past(build, c_tile, r)
+                    d_f[r, c] = (d_f[r, c] + weights.shift(r) * z[c]) * past(build, c_tile, r)
                 if build.causal:
                     # 3 weights within the chunk
                     load_rows(build, k, k_tile, b, hk, 0, row, end)
@@ -134,7 +134,7 @@ def d_query(build, spec):
                     T.copy(f_k, narrow_k)
                     T.gemm(d_out_tile, v_tile, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
-                        w[r, c] = (w[r, c] + shift_of(build, e_tile, r)) * within(build, c_tile, r, c)
+                        w[r, c] = (w[r, c] + weights.shift(r)) * within(build, c_tile, r, c)
                     T.copy(w, w_tile)
                     T.gemm(w_tile, narrow_k, d_f)
                     # 4 the state after it
@@ -144,7 +144,7 @@ def d_query(build, spec):
                     add_rows(build, f_k, narrow_k, v_tile, one, state, z, total, c_tile)
                 # 5 finish: d_q
                 for r, c in parallel(chunk, depth):
-                    d_f[r, c] *= scale * share_of(build, share_tile, r)
+                    d_f[r, c] *= scale * weights.share(r)
                 if build.decays:
                     for r, c in parallel(chunk, depth):
                         part[r, c] = d_f[r, c] * at(build, spec.feature, q_tile[r, c])
@@ -200,8 +200,7 @@ def d_keys(build, spec):
             w_tile = shared([chunk, chunk], operand)
             d_v_tile = shared([chunk, columns], operand)
             c_tile = shared([chunk], "float32")
-            share_tile = shared([chunk], "float32")
-            e_tile = shared([chunk], "float32")
+            weights = RowWeights(build, shared([chunk], "float32"), shared([chunk], "float32"))
             z = shared([depth], "float32")
             f = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
@@ -239,23 +238,23 @@ def d_keys(build, spec):
                     # 3 weights within the chunk, keys down and queries across
                     load_rows(build, q, q_tile, b, h, 0, row, end)
                     load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
-                    load_weights(build, share, shift, share_tile, e_tile, b, h, row, end)
+                    load_weights(build, share, shift, weights, b, h, row, end)
                     map_rows(build, spec.feature, q_tile, f, lambda r: scale, row, end)
                     T.copy(f, narrow_q)
                     T.gemm(narrow_k, narrow_q, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
-                        w[r, c] *= within(build, c_tile, c, r) * share_of(build, share_tile, c)
+                        w[r, c] *= within(build, c_tile, c, r) * weights.share(c)
                     T.copy(w, w_tile)
                     T.gemm(w_tile, d_out_tile, acc_v)
                     T.gemm(v_tile, d_out_tile, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
-                        w[r, c] = (w[r, c] + shift_of(build, e_tile, c)) * within(build, c_tile, c, r) * share_of(build, share_tile, c)
+                        w[r, c] = (w[r, c] + weights.shift(c)) * within(build, c_tile, c, r) * weights.share(c)
                     T.copy(w, w_tile)
                     T.gemm(w_tile, narrow_q, acc_k)
                     # 4 the gradient of the state before it
                     for r, c in parallel(chunk, depth):
-                        f[r, c] *= share_of(build, share_tile, r) * past(build, c_tile, r)
-                    add_rows(build, f, narrow_q, d_out_tile, lambda r: shift_of(build, e_tile, r), state, z, total, c_tile)
+                        f[r, c] *= weights.share(r) * past(build, c_tile, r)
+                    add_rows(build, f, narrow_q, d_out_tile, weights.shift, state, z, total, c_tile)
                 # 5 finish: d_k, d_v
                 if build.decays:
                     for r, c in parallel(chunk, depth):
@@ -268,7 +267,7 @@ def d_keys(build, spec):
                     acc_k[r, c] *= at(build, slope(spec.feature), k_tile[r, c])
                 store_rows(build, acc_k, narrow_q, d_k, b, h, row, end)
                 store_rows(build, acc_v, d_v_tile, d_v, b, h, row, end)
-            if build.causal:
+            if build.causal:  # noqa: SIM102 - the first is asked when the kernel is written, the second when it runs
                 if segment.is_first == 1:
                     store_state(build, state, z, d_final, b + segment.sequence, h)
 

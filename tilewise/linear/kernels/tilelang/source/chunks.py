@@ -75,12 +75,26 @@ def load_decays(build, decays, c_tile, b, hk, first, end):
         load_row_numbers(build, decays, c_tile, b, hk, first, end)
 
 
+class RowWeights(NamedTuple):
+    """A chunk's, as load_weights has them; where nothing is normalized, rows have neither."""
+
+    build: Any
+    share_tile: Any
+    e_tile: Any
+
+    def share(self, r):
+        return self.share_tile[r] if self.build.normalize else T.float32(1)
+
+    def shift(self, r):
+        return self.e_tile[r] if self.build.normalize else T.float32(0)
+
+
 @T.macro
-def load_weights(build, share, shift, share_tile, e_tile, b, h, first, end):
+def load_weights(build, share, shift, weights, b, h, first, end):
     """Of rows: what their weights are multiplied by to be normalized, and the gradient of their sum, before that."""
     if build.normalize:
-        load_row_numbers(build, share, share_tile, b, h, first, end)
-        load_row_numbers(build, shift, e_tile, b, h, first, end)
+        load_row_numbers(build, share, weights.share_tile, b, h, first, end)
+        load_row_numbers(build, shift, weights.e_tile, b, h, first, end)
 
 
 @T.macro
@@ -91,14 +105,6 @@ def load_row_numbers(build, x, tile, b, h, first, end):
     else:
         for r in Memory.of(build).parallel(tile.shape[0]):
             tile[r] = x[b, h, T.min(first + r, end - 1)]
-
-
-def share_of(build, share_tile, r):
-    return share_tile[r] if build.normalize else T.float32(1)
-
-
-def shift_of(build, e_tile, r):
-    return e_tile[r] if build.normalize else T.float32(0)
 
 
 def past(build, c_tile, r):

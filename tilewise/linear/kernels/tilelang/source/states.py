@@ -5,6 +5,7 @@ import tilelang.language as T
 from tilewise.kernels.tilelang.source.tiles import Memory, after_kernels_before, array, load_rows
 from tilewise.linear.kernels.tilelang.source.chunks import (
     SIDE,
+    RowWeights,
     Segment,
     Sizes,
     add_rows,
@@ -16,8 +17,6 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
     one,
     past,
     segments_of,
-    share_of,
-    shift_of,
     states_of,
     store_state,
 )
@@ -68,7 +67,7 @@ def segment_states(build, spec):
 def d_segment_states(build, spec):
     """What the rows of a segment add to the gradient of the state before it. It goes through the chunks backwards."""
     n = Sizes()
-    shared, fragment, _ = Memory.of(build)
+    shared, fragment, parallel = Memory.of(build)
     chunk, depth, columns, dtype, operand = build.chunk, build.depth, build.columns, build.dtype, build.operand
 
     @T.prim_func
@@ -89,8 +88,7 @@ def d_segment_states(build, spec):
             d_out_tile = shared([chunk, columns], operand)
             narrow = shared([chunk, depth], operand)
             c_tile = shared([chunk], "float32")
-            share_tile = shared([chunk], "float32")
-            e_tile = shared([chunk], "float32")
+            weights = RowWeights(build, shared([chunk], "float32"), shared([chunk], "float32"))
             z = shared([depth], "float32")
             f_q = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
@@ -107,11 +105,11 @@ def d_segment_states(build, spec):
                 load_rows(build, q, q_tile, b, h, 0, row, end)
                 load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
                 load_decays(build, decays, c_tile, b, T.truncdiv(h, group), row, end)
-                load_weights(build, share, shift, share_tile, e_tile, b, h, row, end)
-                map_rows(
-                    build, spec.feature, q_tile, f_q, lambda r: scale * share_of(build, share_tile, r) * past(build, c_tile, r), row, end
-                )
-                add_rows(build, f_q, narrow, d_out_tile, lambda r: shift_of(build, e_tile, r), state, z, total, c_tile)
+                load_weights(build, share, shift, weights, b, h, row, end)
+                map_rows(build, spec.feature, q_tile, f_q, lambda r: scale, row, end)
+                for r, c in parallel(chunk, depth):
+                    f_q[r, c] *= weights.share(r) * past(build, c_tile, r)
+                add_rows(build, f_q, narrow, d_out_tile, weights.shift, state, z, total, c_tile)
             store_state(build, state, z, d_states, b * per_batch + segment.slot, h)
 
     return d_segment_states
