@@ -32,7 +32,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_refuses_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--linear", "--kernel", "cuda"]) != 0
-    assert "--kernel: expected one of cpu, numpy, triton with --linear, got 'cuda'" in capsys.readouterr().err
+    assert "--kernel: expected one of cpu, numpy, triton, tilelang, tilelang-c with --linear, got 'cuda'" in capsys.readouterr().err
 
 
 def test_the_example_holds(capsys: pytest.CaptureFixture[str]) -> None:

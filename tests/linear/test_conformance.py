@@ -32,7 +32,7 @@ def _runs() -> Iterator[Any]:
             yield pytest.param(name, case, id=f"{name}-{case.name}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "case"), _runs())
+@pytest.mark.parametrize(("name", "case"), list(_runs()))
 def test_case(name: str, case: LinearCase) -> None:
     problem, kernel = case.problem(), dispatch.kernel(name)
     if kernel.unavailable():
