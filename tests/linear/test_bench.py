@@ -48,7 +48,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_refuses_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--linear", "--kernel", "cuda"]) != 0
-    assert "--kernel: expected one of cpu, numpy, triton with --linear, got 'cuda'" in capsys.readouterr().err
+    known = "cpu, numpy, triton, tilelang, tilelang-c"
+    assert f"--kernel: expected one of {known} with --linear, got 'cuda'" in capsys.readouterr().err
 
 
 def test_the_example_holds(capsys: pytest.CaptureFixture[str]) -> None:

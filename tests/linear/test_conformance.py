@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,8 +20,19 @@ from tilewise.linear.spec import Problem
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("name", dispatch.SYSTEMS)
+# Kernels that are compiled for each case, in seconds: a few cases have all that there is to them.
+COMPILED = {"tilelang-c": ("all of a sequence", "gates, grouped heads", "packed", "nothing")}
+
+
+def _runs() -> Iterator[Any]:
+    for name in dispatch.SYSTEMS:
+        for case in CASES:
+            is_slow = case.name not in COMPILED.get(name, (case.name,)) and case.dtype in ("float16", "float32")
+            marks = [pytest.mark.slow] if is_slow else []
+            yield pytest.param(name, case, id=f"{name}-{case.name}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "case"), list(_runs()))
 def test_case(name: str, case: LinearCase) -> None:
     problem, kernel = case.problem(), dispatch.kernel(name)
     if kernel.unavailable():

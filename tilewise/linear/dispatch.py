@@ -34,6 +34,8 @@ SYSTEMS = {
     "cpu": "tilewise.linear.kernels.cpu",
     "numpy": "tilewise.linear.kernels.numpy",
     "triton": "tilewise.linear.kernels.triton",
+    "tilelang": "tilewise.linear.kernels.tilelang",
+    "tilelang-c": "tilewise.linear.kernels.tilelang.c",
 }
 
 

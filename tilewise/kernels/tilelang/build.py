@@ -67,7 +67,7 @@ class Build:
     @property
     def name(self) -> str:
         """Of its library."""
-        digest = hashlib.sha256(f"{_sources()}{self!r}".encode()).hexdigest()[:32]
+        digest = hashlib.sha256(f"{sources()}{self!r}".encode()).hexdigest()[:32]
         return f"{self.kernel}-{digest}.so"
 
     def __str__(self) -> str:
@@ -104,6 +104,7 @@ def told_of_call(spec: Attention, shape: Shape) -> dict[str, Any]:
 
 
 @cache
-def _sources() -> str:
+def sources() -> str:
+    """The text that kernels are made of: another text is another kernel."""
     others = (_FOLDER / f"{name}.py" for name in ("ops", "compiler", "choices"))
     return "".join(path.read_text() for path in sorted((*_FOLDER.glob("source/*.py"), *others)))

@@ -27,6 +27,10 @@ MODULES = {
     "simple": "simple", "forward": "forward", "rows": "backward", "d_query": "backward", "d_keys": "backward",
     **dict.fromkeys(("of_rows", "of_columns", "of_pairs", "of_distances"), "gradients"),
 }  # fmt: skip
+_READERS = {
+    "has_sinks": ("forward",), "shared_keys": ("d_keys",), "raw": tuple(MODULES.keys() - {"simple", "rows"}),
+    "from_zero": tuple(MODULES.keys() - {"simple", "rows"}),
+}  # fmt: skip
 
 
 def row_places(n: int) -> int:
@@ -115,9 +119,12 @@ def build_of(
     kernel: str, spec: Attention, shape: Shape, target: str, choice: Choice, variant: Variant, aligned: bool = True
 ) -> Build:
     """What the compiler is asked for. aligned: rows begin at multiples of 16 bytes."""
+    told = told_of_call(spec, shape)
+    for name, readers in _READERS.items():  # calls that differ in what a kernel does not look at have the same one
+        told[name] = told[name] and kernel in readers
     return Build(
         kernel, target, tile=choice.tile, stages=choice.stages, threads=choice.threads, aligned=aligned,
-        **told_of_call(spec, shape), **told_of(variant),
+        **told, **told_of(variant),
     )  # fmt: skip
 
 

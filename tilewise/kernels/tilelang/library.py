@@ -8,16 +8,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tilewise.kernels import disk
 from tilewise.kernels.tilelang import compiler
-from tilewise.kernels.tilelang.build import Build
 from tilewise.sharing import Lock
 
 _logger = logging.getLogger("tilewise")
 _lock = Lock()
-_loaded: dict[Build, Library] = {}
+_loaded: dict[Any, Library] = {}  # by build
 
 _TYPES: dict[str, Any] = {
     "int": ctypes.c_int32,
@@ -25,6 +24,16 @@ _TYPES: dict[str, Any] = {
     "int64_t": ctypes.c_int64,
     "float": ctypes.c_float,
 }
+
+
+class Build(Protocol):
+    """What a kernel's code depends on; builds that are equal are one."""
+
+    @property
+    def name(self) -> str: ...  # of its library
+
+    @property
+    def target(self) -> str: ...
 
 
 class Library:
@@ -62,6 +71,15 @@ def kernel(build: Build, write: Callable[[], Any]) -> Library:
             path = files.path(build.name)
             _loaded[build] = Library(path if path is not None else _compiled(build, write, files))
         return _loaded[build]
+
+
+def keep(build: Build, write: Callable[[], Any]) -> bool:
+    """Compile a kernel for later, unless it was compiled before: whether it was to be compiled."""
+    files = disk.user_cache("tilelang")
+    if files.path(build.name) is not None:
+        return False
+    _compiled(build, write, files)
+    return True
 
 
 def is_kept(build: Build) -> bool:

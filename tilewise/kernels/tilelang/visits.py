@@ -52,4 +52,6 @@ def written_out(tables: Tables) -> tuple[Array, Array]:
     begin, end = ends[records[..., FIRST_RUN]], ends[records[..., FIRST_RUN] + records[..., N_RUNS]]
     records[..., FIRST_RUN] = np.where(begin == end, len(visits) - 1, begin)
     records[..., N_RUNS] = np.maximum(end - begin, 1)
-    return records, visits
+    # The most visits first, so that no block is left to work alone at the end.
+    order = np.argsort(-records[..., N_RUNS], axis=-1, kind="stable")
+    return np.take_along_axis(records, order[..., None], axis=-2), visits

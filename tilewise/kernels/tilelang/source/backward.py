@@ -22,14 +22,17 @@ from tilewise.kernels.tilelang.source.tiles import (
     Sizes,
     after_kernels_before,
     array,
+    done_with,
     finite,
     fused,
     load_numbers,
     load_rows,
     loaded,
+    multiply,
     record_of,
     records_of,
     store_rows,
+    wait,
 )
 
 BY_ROWS = T.GemmWarpPolicy.FullRow
@@ -141,7 +144,7 @@ def d_query(build, variant):
             k_tile = shared([tile_k, depth], dtype)
             v_tile = shared([tile_k, columns], dtype)
             s = fragment([tile_q, tile_k], "float32")
-            p = fragment([tile_q, tile_k], "float32")
+            p = fragment([tile_q, tile_k], "float32") if "slope" in variant.expressions else s
             d_p = fragment([tile_q, tile_k], "float32")
             d_s = fragment([tile_q, tile_k], dtype)
             acc = fragment([tile_q, depth], "float32")
@@ -173,10 +176,11 @@ def d_query(build, variant):
                 first_key = visit // 2 * tile_k
                 # 2 s = q @ k.T, d_p = d_out @ v.T
                 load_rows(build, k, k_tile, b, hk, k_begin, first_key, n_k)
-                T.gemm(q_tile, k_tile, s, transpose_B=True, policy=BY_ROWS, clear_accum=True)
                 load_rows(build, v, v_tile, b, hk, k_begin, first_key, n_k)
-                T.gemm(d_out_tile, v_tile, d_p, transpose_B=True, policy=BY_ROWS, clear_accum=True)
+                multiply(build, q_tile, k_tile, s, transpose_B=True, policy=BY_ROWS, clear_accum=True)
+                multiply(build, d_out_tile, v_tile, d_p, transpose_B=True, policy=BY_ROWS, clear_accum=True)
                 # 3 score, 4 mask, 5 p
+                wait(build, 1)
                 weights(
                     build,
                     place,
@@ -192,6 +196,8 @@ def d_query(build, variant):
                     n_q,
                     n_k,
                 )
+                wait(build, 0)
+                done_with(build, v_tile)
                 # 6 d_q += d_s @ k
                 passed_on(build, place, "slope", s, p, d_p, row_delta, False, scale, first, first_key)
                 T.copy(d_p, d_s)
@@ -241,9 +247,10 @@ def d_keys(build, variant):
             q_shift = shared([tile_q], "float32")
             q_delta = shared([tile_q], "float32")
             s = fragment([tile_k, tile_q], "float32")
-            p = fragment([tile_k, tile_q], "float32")
+            p = fragment([tile_k, tile_q], "float32") if "slope" in variant.expressions else s
             d_p = fragment([tile_k, tile_q], "float32")
             narrow = fragment([tile_k, tile_q], dtype)
+            d_s = fragment([tile_k, tile_q], dtype)
             acc_k = fragment([tile_k, depth], "float32")
             acc_v = fragment([tile_k, columns], "float32")
 
@@ -269,21 +276,26 @@ def d_keys(build, variant):
                 first = visit // 2 * tile_q
                 # 2 s.T = k @ q.T, d_p.T = v @ d_out.T: keys down and queries across, as the sums want their weights
                 load_rows(build, q, q_tile, b, h, q_begin, first, n_q)
-                T.gemm(k_tile, q_tile, s, transpose_B=True, policy=BY_ROWS, clear_accum=True)
                 load_rows(build, d_out, d_out_tile, b, h, q_begin, first, n_q)
-                T.gemm(v_tile, d_out_tile, d_p, transpose_B=True, policy=BY_ROWS, clear_accum=True)
                 load_numbers(build, shift, q_shift, b, h, q_begin, first, n_q)
                 load_numbers(build, delta, q_delta, b, h, q_begin, first, n_q)
+                multiply(build, k_tile, q_tile, s, transpose_B=True, policy=BY_ROWS, clear_accum=True)
+                multiply(build, v_tile, d_out_tile, d_p, transpose_B=True, policy=BY_ROWS, clear_accum=True)
                 # 3 score, 4 mask, 5 p
+                wait(build, 1)
                 weights(
                     build, place, s, p, q_shift, True, scale, factor, first, first_key, visit % 2 == PARTIAL, n_q, n_k
                 )
                 # 6 d_v += p.T @ d_out, d_k += d_s.T @ q
                 T.copy(p, narrow)
-                T.gemm(narrow, d_out_tile, acc_v, policy=BY_ROWS)
+                multiply(build, narrow, d_out_tile, acc_v, policy=BY_ROWS)
+                wait(build, 1)
                 passed_on(build, place, "slope", s, p, d_p, q_delta, True, scale, first, first_key)
-                T.copy(d_p, narrow)
-                T.gemm(narrow, q_tile, acc_k, policy=BY_ROWS)
+                T.copy(d_p, d_s)
+                multiply(build, d_s, q_tile, acc_k, policy=BY_ROWS)
+                wait(build, 0)
+                done_with(build, q_tile)
+                done_with(build, d_out_tile)
             for r, c in parallel(tile_k, depth):
                 acc_k[r, c] *= scale
             store_rows(build, acc_k, d_k, b, h, k_begin, first_key, n_k)

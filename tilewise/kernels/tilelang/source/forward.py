@@ -22,14 +22,17 @@ from tilewise.kernels.tilelang.source.tiles import (
     Sizes,
     after_kernels_before,
     array,
+    done_with,
     finite,
     fused,
     load_rows,
     loaded,
     lse_of,
+    multiply,
     record_of,
     records_of,
     store_rows,
+    wait,
     weight_of,
     with_sink,
 )
@@ -93,38 +96,49 @@ def forward(build, variant):
             T.fill(row_sum, 0)
             T.fill(row_max, -INFINITY)
             T.fill(largest, -INFINITY)
-            # for each kv tile of the schedule:
-            for i in T.Pipelined(record(N_VISITS), num_stages=build.stages):
-                visit = visits[first_visit + i]
+            # for each kv tile of the schedule, and once more, for the values of the last:
+            T.fill(p, 0)
+            n_visits = record(N_VISITS)
+            for i in T.Pipelined(n_visits + 1, num_stages=build.stages):
+                visit = visits[first_visit + T.min(i, n_visits - 1)]
+                before = visits[first_visit + T.max(i - 1, 0)]
                 first_key = visit // 2 * tile_k
-                # 2 s = q @ k.T
                 load_rows(build, k, k_tile, b, hk, k_begin, first_key, n_k)
-                T.gemm(q_tile, k_tile, s, transpose_B=True, policy=by_rows, clear_accum=True)
-                # 3 score
-                if not build.raw:
+                load_rows(build, v, v_tile, b, hk, k_begin, before // 2 * tile_k, n_k)
+                # 2 s = q @ k.T
+                multiply(build, q_tile, k_tile, s, transpose_B=True, policy=by_rows, clear_accum=True)
+                # 6 acc += p @ v, of the tile before, while tensor cores would wait for the weights of this one
+                multiply(build, p, v_tile, acc, policy=by_rows)
+                wait(build, 1)
+                done_with(build, k_tile)
+                if i < n_visits:
+                    # 3 score
+                    if not build.raw:
+                        for r, c in parallel(tile_q, tile_k):
+                            s[r, c] = place.score(s[r, c], scale, first + r, first_key + c)
+                    # 4 mask (PARTIAL tiles only)
+                    if visit % 2 == PARTIAL:
+                        for r, c in parallel(tile_q, tile_k):
+                            counts = place.counts(first + r, first_key + c, n_q, n_k)
+                            s[r, c] = T.if_then_else(counts, s[r, c], -INFINITY)
+                    # 5 row_max, rescale, p, row_sum
+                    T.reduce_max(s, largest, dim=1, clear=False)
+                    for r in parallel(tile_q):
+                        rescale[r] = row_max[r]
+                        row_max[r] = T.max(row_max[r], largest[r] * factor)
+                        rescale[r] = T.exp2(rescale[r] - finite(row_max[r]))
                     for r, c in parallel(tile_q, tile_k):
-                        s[r, c] = place.score(s[r, c], scale, first + r, first_key + c)
-                # 4 mask (PARTIAL tiles only)
-                if visit % 2 == PARTIAL:
-                    for r, c in parallel(tile_q, tile_k):
-                        s[r, c] = T.if_then_else(place.counts(first + r, first_key + c, n_q, n_k), s[r, c], -INFINITY)
-                # 5 row_max, rescale, p, row_sum
-                T.reduce_max(s, largest, dim=1, clear=False)
-                for r in parallel(tile_q):
-                    rescale[r] = row_max[r]
-                    row_max[r] = T.max(row_max[r], largest[r] * factor)
-                    rescale[r] = T.exp2(rescale[r] - finite(row_max[r]))
-                for r, c in parallel(tile_q, tile_k):
-                    s[r, c] = T.exp2(fused(build, s[r, c], factor, -finite(row_max[r])))
-                T.reduce_sum(s, tile_sum, dim=1)
-                for r in parallel(tile_q):
-                    row_sum[r] = row_sum[r] * rescale[r] + tile_sum[r]
-                T.copy(s, p)
-                # 6 acc = acc * rescale + p @ v
-                for r, c in parallel(tile_q, columns):
-                    acc[r, c] *= rescale[r]
-                load_rows(build, v, v_tile, b, hk, k_begin, first_key, n_k)
-                T.gemm(p, v_tile, acc, policy=by_rows)
+                        s[r, c] = T.exp2(fused(build, s[r, c], factor, -finite(row_max[r])))
+                    T.reduce_sum(s, tile_sum, dim=1)
+                    for r in parallel(tile_q):
+                        row_sum[r] = row_sum[r] * rescale[r] + tile_sum[r]
+                wait(build, 0)
+                done_with(build, v_tile)
+                if i < n_visits:
+                    # 6 acc = acc * rescale
+                    for r, c in parallel(tile_q, columns):
+                        acc[r, c] *= rescale[r]
+                    T.copy(s, p)
 
             # 7 finish: acc / row_sum, lse
             for r in parallel(tile_q):

@@ -82,6 +82,29 @@ def after_kernels_before(build):
         T.evaluate(T.pdl_sync())
 
 
+def multiply(build, a, b, acc, **how):
+    """A product of tiles that is begun, and not waited for."""
+    return (T.wgmma_gemm if build.on_gpu else T.gemm)(a, b, acc, **how)
+
+
+@T.macro
+def wait(build, later):
+    """Until all products are done but the `later` last."""
+    if build.on_gpu:
+        T.wait_wgmma(later)
+
+
+@T.macro
+def done_with(build, tile):
+    """A tile that products were waited for is free for the next.
+
+    TileLang lets the threads that load have a tile back behind its last use, and takes the begin of a product for it.
+    So the tile is used here once more, for nothing.
+    """
+    if build.on_gpu:
+        T.call_extern("handle", "static_cast<void>", T.address_of(tile[0, 0]))
+
+
 @T.macro
 def load_rows(build, x, tile, b, h, begin, first, n):
     """Rows of one head from `first` on. Those behind the last are 0, also where another sequence's lie there: what is

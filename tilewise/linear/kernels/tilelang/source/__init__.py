@@ -1,0 +1,1 @@
+"""What TileLang compiles of linear attention: kernels, and what they share."""
