@@ -2,8 +2,10 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import BFloat16, Int32
+from cutlass.cute.nvgpu import warp
 
+from tilewise.kernels.cute.source.backward_sm90_rows import product_of_d_q
 from tilewise.kernels.cute.source.vocabulary import by_rows, operand_of_product, product, products_sm90, swizzled_tiles
 
 
@@ -53,3 +55,26 @@ def made(mma, size):
 
     name, _, kind = mma.rpartition(" ")
     return products_sm90(ELEMENTS[kind], *size, 64)[0][0] if name else product(ELEMENTS[kind])
+
+
+@cute.jit
+def matrices_written(out: cute.Tensor, size: cutlass.Constexpr):
+    """out: (threads, numbers, 2); where in d_s, (keys, queries), the rows are that a thread tells stmatrix."""
+    scores, _ = products_sm90(BFloat16, size[0], size[1], 64)
+    writing = cute.make_tiled_copy_C(cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), BFloat16), scores[0])
+    for thread in cutlass.range(out.shape[0]):
+        at = writing.get_slice(thread).partition_D(cute.make_identity_tensor(size))
+        for i in cutlass.range(out.shape[1], unroll_full=True):
+            for j in cutlass.range_constexpr(2):
+                out[thread, i, j] = Int32(at[i][j])
+
+
+@cute.jit
+def sums_held(out: cute.Tensor, tile: cutlass.Constexpr, depth: cutlass.Constexpr):
+    """out: (threads, numbers, 2); where in d_q, (queries, columns), each number is that a thread has."""
+    for thread in cutlass.range(out.shape[0]):
+        product, _ = product_of_d_q(BFloat16, tile, depth)
+        at = product.get_slice(thread).partition_C(cute.make_identity_tensor((tile.q, depth)))
+        for i in cutlass.range(out.shape[1], unroll_full=True):
+            for j in cutlass.range_constexpr(2):
+                out[thread, i, j] = Int32(at[i][j])

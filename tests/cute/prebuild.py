@@ -25,7 +25,7 @@ from tilewise.kernels.cute import architecture, compiler, support
 from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.launch import cannot_be_copied, is_aligned
 from tilewise.kernels.cute.projection import kernel_for
-from tilewise.kernels.cute.rungs import BACKWARD, LADDER, SCALED
+from tilewise.kernels.cute.rungs import LADDER, SCALED, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 from tilewise.validate import Call
@@ -41,6 +41,8 @@ def calls() -> Iterator[Call]:
         for d in (64, 128, 256):
             x = torch.zeros(1, 2, 8, d, dtype=dtype)
             yield from (validate.prepare(x, x, x, causal=causal) for causal in (False, True))
+    x = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
+    yield validate.prepare(x, x, x, mask=tw.window(300, 40))
     lengths, x = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 2, 64, dtype=torch.bfloat16)
     yield validate.prepare_varlen(x, x, x, lengths, lengths, causal=True)
     odd = torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., 1:]
@@ -65,7 +67,7 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
             if copied and support.unsupported(call.spec, shape, rung, capability) is None:
                 found[kernel_of(rung, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
         if support.unsupported(call.spec, replace(shape, backward=True), None, capability) is None:
-            found[kernel_of(BACKWARD, call.spec, call.shape)] = None
+            found[kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape)] = None
     scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
     for x in (scaled, scaled.float()):
         call = validate.prepare(x, x, x, causal=True)

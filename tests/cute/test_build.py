@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from tilewise import cli, dispatch
 from tilewise.expr import Expr
 from tilewise.kernels import gpus
 from tilewise.kernels.cute import compiler, library, support
-from tilewise.kernels.cute.rungs import BACKWARD, RUNGS, Rung
+from tilewise.kernels.cute.rungs import RUNGS, Rung, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.spec import Attention, Lengths, Shape, Tile
 
@@ -28,10 +29,10 @@ HOPPER, AMPERE, RUNTIME = (9, 0), (8, 0), "cu13"
 def _wanted(
     rung: str, dtype: str, d: int, mask: Expr | None = None, score: Expr | None = None, **options: Any
 ) -> Wanted:
+    """rung: by its name, or "backward": the one whose gradients they are."""
     aligned = options.pop("aligned", True)
-    spec = Attention(0.1, mask, score, **options)
-    named = RUNGS | {BACKWARD.name: BACKWARD}
-    return kernel_of(named[rung], spec, Shape(1, 4, 2, 100, 100, d, d, dtype), aligned)
+    spec, shape = Attention(0.1, mask, score, **options), Shape(1, 4, 2, 100, 100, d, d, dtype)
+    return kernel_of(backward_rung(spec, shape) if rung == "backward" else RUNGS[rung], spec, shape, aligned)
 
 
 ALL = EXPRESSIONS["functions"] + EXPRESSIONS["division"] + EXPRESSIONS["clamped"]
@@ -49,10 +50,12 @@ KERNELS = {
     "sm90, 256": ("sm_90a", _wanted("forward_sm90", "bfloat16", 256, tw.causal())),
     "sm90, packed": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), lengths=LENGTHS)),
     "sm90, bias": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), BIAS)),
-    "sm90, gradients": ("sm_90a", _wanted("backward_sm90", "bfloat16", 128, tw.causal())),
-    "sm90, packed gradients": (
+    "sm90, gradients of 64": ("sm_90a", _wanted("backward", "bfloat16", 64, tw.causal())),
+    "sm90, gradients of 128": ("sm_90a", _wanted("backward", "bfloat16", 128, tw.causal())),
+    "sm90, packed gradients": ("sm_90a", _wanted("backward", "float16", 64, tw.causal(), tw.alibi(4), lengths=LENGTHS)),
+    "sm90, gradients of 256": (
         "sm_90a",
-        _wanted("backward_sm90", "float16", 256, tw.causal(), tw.softcap(30.0), lengths=LENGTHS),
+        _wanted("backward", "float16", 256, tw.causal(), tw.softcap(30.0), lengths=LENGTHS),
     ),
 }
 
@@ -81,7 +84,7 @@ def test_no_head_of_the_first_kernel_spills(arch: str, dtype: str, d: int) -> No
 @pytest.mark.parametrize("score", [None, tw.softcap(30.0), tw.alibi(4), BIAS], ids=["none", "softcap", "alibi", "bias"])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("rung", ["forward_sm90", "backward_sm90"])
+@pytest.mark.parametrize("rung", ["forward_sm90", "backward"])
 def test_no_variant_of_hoppers_kernels_spills(rung: str, d: int, packed: bool, score: Expr | None) -> None:
     lengths = LENGTHS if packed else None
     kernel = _wanted(rung, "bfloat16", d, tw.causal() & tw.window(64), score, lengths=lengths)
@@ -92,7 +95,7 @@ def test_no_variant_of_hoppers_kernels_spills(rung: str, d: int, packed: bool, s
 @needs_compiler
 @pytest.mark.parametrize("mask", [DOCUMENT, DENSE], ids=["document", "dense"])
 @pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("rung", ["forward_sm90", "backward_sm90"])
+@pytest.mark.parametrize("rung", ["forward_sm90", "backward"])
 def test_no_mask_of_arrays_spills(rung: str, d: int, mask: Expr) -> None:
     kernel = _wanted(rung, "bfloat16", d, tw.causal() & mask)
     assert compiler.compile(kernel, "sm_90a").resources.stack == 0
@@ -106,16 +109,24 @@ def test_tiles_are_smaller_where_keys_have_cells() -> None:
 
 
 def test_gradients_go_by_tiles_of_their_own() -> None:
-    """Smaller ones where a slope keeps products, which forward need not."""
-    for score in (None, tw.alibi(4)):
-        kernel = _wanted("backward_sm90", "bfloat16", 128, None, score)
-        assert (kernel.tile, kernel.by_key) == (Tile(128, 96), Tile(64, 128))
+    """Scores are gone over twice where registers have no room for all sums: where heads are large, a slope keeps
+    products, which forward need not, or keys have cells."""
+    for d, mask, score, tile in (
+        (64, tw.causal(), None, Tile(128, 128)),
+        (64, tw.K < 9 * tw.H, None, Tile(64, 128)),
+        (64, None, tw.alibi(4), Tile(64, 128)),
+        (128, None, None, Tile(64, 128)),
+    ):
+        kernel = _wanted("backward", "bfloat16", d, mask, score)
+        assert (kernel.rung, kernel.tile, kernel.by_key) == ("backward_sm90", tile, tile)
     for score in (tw.softcap(30.0), BIAS):
-        kernel = _wanted("backward_sm90", "bfloat16", 128, None, score)
-        assert (kernel.tile, kernel.by_key) == (Tile(128, 64), Tile(32, 128))
+        kernel = _wanted("backward", "bfloat16", 128, None, score)
+        assert (kernel.rung, kernel.tile, kernel.by_key) == ("backward_sm90_twice", Tile(128, 64), Tile(32, 128))
+    kernel = _wanted("backward", "bfloat16", 256)
+    assert (kernel.rung, kernel.tile, kernel.by_key) == ("backward_sm90_twice", Tile(128, 48), Tile(48, 128))
     assert _wanted("forward_sm90", "bfloat16", 128).by_key is None
-    with_sinks = _wanted("backward_sm90", "bfloat16", 128, sinks=np.zeros(4, np.float32))
-    assert with_sinks == _wanted("backward_sm90", "bfloat16", 128), "lse has them in it already"
+    with_sinks = _wanted("backward", "bfloat16", 128, sinks=np.zeros(4, np.float32))
+    assert with_sinks == _wanted("backward", "bfloat16", 128), "lse has them in it already"
 
 
 @needs_compiler
@@ -132,7 +143,7 @@ def test_a_folder_is_built_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not library.is_built(kernel, "sm_90a")
     monkeypatch.setenv(library.FOLDER, str(tmp_path / "kernels"))
     assert library.is_built(kernel, "sm_90a")
-    assert library.is_built(_wanted("backward_sm90", "bfloat16", 64, tw.causal()), "sm_90a")
+    assert library.is_built(_wanted("backward", "bfloat16", 64, tw.causal()), "sm_90a")
     assert not library.is_built(kernel, "sm_80")
     assert not library.is_built(_wanted("forward_sm90", "bfloat16", 64), "sm_90a")
     path = library._built(kernel.name("sm_90a", RUNTIME))
@@ -240,6 +251,19 @@ def test_who_has_gradients() -> None:
         assert told is not None and "no gradients of the arrays that a score reads" in told
 
 
+def test_explain_tells_whose_gradients_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "capability", lambda device: HOPPER)
+    monkeypatch.setattr(compiler, "not_installed", lambda: None)
+    system, shape = dispatch.kernel("cute"), Shape(1, 4, 2, 9, 9, 128, 128, "bfloat16", "cuda:0")
+    assert isinstance(system, dispatch.Chooses)
+    told = system.choice(Attention(1.0), shape)
+    assert told == "forward_sm90; gradients by backward_sm90: scores are computed once"
+    for spec, other in ((Attention(1.0, None, tw.softcap(2.0)), shape), (Attention(1.0), replace(shape, d=256))):
+        told = system.choice(spec, other)
+        assert told.startswith("forward_sm90; gradients by backward_sm90_twice: scores are computed twice")
+    assert system.choice(Attention(1.0), replace(shape, dtype="float32")) == "basic, without gradients"
+
+
 def test_a_wider_gradient_is_not_narrowed() -> None:
     torch = pytest.importorskip("torch")
     from tilewise.kernels.cute.launch_backward import backward
@@ -314,7 +338,8 @@ def test_steps_of_dimensions_of_size_1_mean_nothing() -> None:
 
 
 def test_what_the_backward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the compiler was told: eight arrays by rows, four of a number a row, the plan both ways round."""
+    """As the compiler was told: eight arrays by rows, four of a number a row, the plan both ways round. With five
+    products: room for what is known of each query tile, the plan with turns, how many heads take turns, and blocks."""
     torch = pytest.importorskip("torch")
     from tilewise.kernels.cute import launch_backward
     from tilewise.spec import Partial
@@ -334,3 +359,13 @@ def test_what_the_backward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> Non
     assert by_query.shape == (2, 4, 1, 14) and by_key.shape == (2, 4, 1, 14), "for every query head"
     assert runs.shape[1] == runs_by_key.shape[1] == 3
     assert len(arrays) == 1 and scale == 0.1
+
+    machine = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
+    launch_backward.backward(Attention(0.1, tw.causal()), q, k, k, Partial(q, lse), d_out, None, "sm_90a")
+    (*given, _, _) = calls[1]
+    assert [x.shape for x in given[8:11]] == [lse.shape] * 3
+    rows, sums, turns, by_query, by_key, runs, section, blocks = given[11:]
+    assert (rows.shape, sums.shape, turns.shape) == ((8, 2, 128), (8, 2, 64 * 64), (9,)), "a tile a head, and the item"
+    assert by_query.shape == by_key.shape == (2, 4, 1, 16) and runs.shape[1] == 4
+    assert (section, blocks) == (4, 4), "of four key heads, each with one tile"

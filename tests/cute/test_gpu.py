@@ -116,6 +116,25 @@ def test_the_same_gradients_have_the_same_bits() -> None:
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+def test_gradients_of_a_window() -> None:
+    """Key tiles at its ends meet fewer query tiles, and are taken last: turns are of that order."""
+    q, k, v = _inputs(3, 8, 2100, 64, dtype=torch.bfloat16, heads_k=4)
+    d_out, far = torch.randn_like(q), torch.arange(2100, device="cuda")[:, None] - torch.arange(2100, device="cuda")
+    seen = (far <= 300) & (far >= -40)
+
+    def wanted(q: Any, k: Any, v: Any) -> Any:
+        k, v = (x.double().repeat_interleave(2, 1) for x in (k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q.double(), k, v, attn_mask=seen)
+
+    first, *others = (
+        _gradients(lambda *x: tw.attention(*x, mask=tw.window(300, 40), kernel="cute/forward_sm90"), d_out, q, k, v)
+        for _ in range(3)
+    )
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    for name, a, b in zip("qkv", first, _gradients(wanted, d_out.double(), q, k, v), strict=True):
+        assert _off(a, b) < 2e-2 * float(b.double().abs().max()), f"d_{name}"
+
+
 def test_gradients_of_arrays_that_lie_anyhow() -> None:
     """They are copied where the copy engine does not take them: inner heads, one number for all of d_out."""
     x = torch.randn(2, 300, 4, 72, device="cuda").bfloat16()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("cutlass")
+from tilewise.spec import Tile
 
 
 def _from(array: np.ndarray) -> object:
@@ -61,3 +62,32 @@ def test_a_tile_is_the_same_seen_from_either_side(rows: int, columns: int) -> No
     row, column, stage = np.ogrid[:rows, :columns, :2]
     part = (stage * (columns // 64) + column // 64) * rows + row
     assert np.array_equal(plain, part * 64 + column % 64)
+
+
+@pytest.mark.parametrize("queries", [64, 128])
+def test_d_s_is_written_by_rows_of_matrices(queries: int) -> None:
+    """A warp has 16 keys; its lanes tell where the rows of four matrices of 8 x 8 begin, two and two side by side."""
+    from tests.cute import layouts
+
+    at = np.full((256, 128 * queries // 256, 2), -1, np.int32)
+    layouts.matrices_written(_from(at), (128, queries))
+    rows = at.reshape(8, 32, queries // 16, 8, 2)  # warps, lanes, 16 queries each, numbers of a row
+    warp, lane, part, number = np.ogrid[:8, :32, : queries // 16, :8]
+    assert np.array_equal(rows[..., 0], np.broadcast_to(warp * 16 + lane % 16, rows.shape[:-1]))
+    assert np.array_equal(rows[..., 1], np.broadcast_to(part * 16 + lane // 16 * 8 + number, rows.shape[:-1]))
+
+
+@pytest.mark.parametrize(("queries", "depth"), [(64, 64), (64, 128), (128, 64)])
+def test_d_q_is_shared_by_two_warpgroups(queries: int, depth: int) -> None:
+    """Half of the queries each, or half of the columns; in the order in which rows are stored by quads."""
+    from tests.cute import layouts
+
+    at = np.full((256, queries * depth // 256, 2), -1, np.int32)
+    layouts.sums_held(_from(at), Tile(queries, 128), depth)
+    thread, number = np.ogrid[:256, : at.shape[1]]
+    warpgroup, lane = thread // 128, thread % 32
+    row = thread % 128 // 32 * 16 + lane // 4 + number // 2 % 2 * 8
+    column = number // 4 * 8 + lane % 4 * 2 + number % 2
+    row, column = (row + warpgroup * 64, column) if queries == 128 else (row, column + warpgroup * depth // 2)
+    assert np.array_equal(at[..., 0], np.broadcast_to(row, at.shape[:-1]))
+    assert np.array_equal(at[..., 1], np.broadcast_to(column, at.shape[:-1]))

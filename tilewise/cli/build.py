@@ -21,7 +21,7 @@ from tilewise.cli.bench_options import check_writable, names, several, whole
 from tilewise.cli.terminal import progress
 from tilewise.kernels.cute import architecture, compiler, library, support
 from tilewise.kernels.cute.cubin import Resources
-from tilewise.kernels.cute.rungs import BACKWARD, LADDER
+from tilewise.kernels.cute.rungs import LADDER, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 
@@ -118,7 +118,7 @@ def _kernels(cell: Cell, capability: tuple[int, int], backward: bool) -> Iterato
             yield kernel_of(rung, call.spec, call.shape)
     shape = replace(call.shape, backward=True)
     if backward and support.unsupported(call.spec, shape, None, capability) is None:
-        yield kernel_of(BACKWARD, call.spec, shape)
+        yield kernel_of(backward_rung(call.spec, shape), call.spec, shape)
 
 
 def _capability(arch: str) -> tuple[int, int]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from tilewise.kernels import gpus
 from tilewise.kernels.cute import library, support
-from tilewise.kernels.cute.rungs import BACKWARD, RUNGS, Rung
+from tilewise.kernels.cute.rungs import RUNGS, Rung, backward_rung
 from tilewise.kernels.cute.wanted import kernel_of
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -32,13 +33,21 @@ class CuteKernel:
         reason = support.unsupported(spec, shape, self.rung, capability)
         if reason is not None:
             return reason
-        return library.not_built(kernel_of(self._taken(shape, capability), spec, shape), architecture(capability))
+        return library.not_built(kernel_of(self._taken(spec, shape, capability), spec, shape), architecture(capability))
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return self._taken(shape, gpus.capability(shape.device)).tile(spec, shape)
+        return self._taken(spec, shape, gpus.capability(shape.device)).tile(spec, shape)
 
-    def _taken(self, shape: Shape, capability: tuple[int, int]) -> Rung:
-        return BACKWARD if shape.backward else self.rung or support.suited(shape, capability)
+    def choice(self, spec: Attention, shape: Shape) -> str:
+        """Which of its kernels, and whose gradients."""
+        rung, differentiated = self._taken(spec, shape, gpus.capability(shape.device)), replace(shape, backward=True)
+        if self.unsupported(spec, differentiated) is not None:
+            return f"{rung.name}, without gradients"
+        gradients = backward_rung(spec, differentiated)
+        return f"{rung.name}; gradients by {gradients.name}: {gradients.about}"
+
+    def _taken(self, spec: Attention, shape: Shape, capability: tuple[int, int]) -> Rung:
+        return backward_rung(spec, shape) if shape.backward else self.rung or support.suited(shape, capability)
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         """tile: taken as a wish; a kernel has those that its layouts are made for."""

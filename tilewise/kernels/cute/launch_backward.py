@@ -8,11 +8,12 @@ import torch
 
 from tilewise import arrays
 from tilewise.dispatch import Unsupported
-from tilewise.kernels.cute import library
+from tilewise.kernels.cute import library, turns
 from tilewise.kernels.cute.launch import as_kernels_take, cannot_be_copied, steps_in_order
-from tilewise.kernels.cute.rungs import BACKWARD
-from tilewise.kernels.cute.wanted import kernel_of
-from tilewise.kernels.uploads import loaded_on, plan_on, tensor
+from tilewise.kernels.cute.rungs import BACKWARD, backward_rung
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
+from tilewise.kernels.tables import Tables
+from tilewise.kernels.uploads import loaded_on, plan_on, planned_on, tensor
 from tilewise.pytorch.sinks import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -21,18 +22,18 @@ def backward(spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any
     """Gradients of sum(out * d_out) + sum(lse * d_lse), for (batch, heads, n, d) tensors of a GPU."""
     _check(d_out, q)
     shape = Shape.of(spec, q, k, v, backward=True)
-    kernel = kernel_of(BACKWARD, spec, shape)
+    kernel = kernel_of(backward_rung(spec, shape), spec, shape)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     rows = [_copied(x.detach()) for x in (q, k, v, saved.out, d_out)]
     lse = saved.lse.detach().contiguous()
-    shift, delta = torch.empty_like(lse), torch.empty_like(lse)
+    delta = torch.empty_like(lse)
     d_lse = lse.new_zeros(()).expand(lse.shape) if d_lse is None else d_lse.detach().float()
-    assert kernel.by_key is not None
-    plans = [*_plan(spec, shape, kernel.tile, q.device), *_plan(spec, shape, kernel.by_key, q.device, by_key=True)]
     loaded = tuple(map(as_kernels_take, loaded_on(spec, q.device))) or (lse.view(-1),)
     given = (steps_in_order(x, kernel.vector) for x in (*rows, d_q, d_k, d_v))
     if 0 not in (shape.batch, shape.heads):
-        library.kernel(kernel, arch)(*given, lse, d_lse, shift, delta, *plans, loaded, spec.scale)
+        more = _of_turns if kernel.rung == BACKWARD.name else _of_both_ways
+        launch = library.kernel(kernel, arch)
+        launch(*given, lse, d_lse, *more(kernel, spec, shape, delta), loaded, spec.scale)
     of_sinks = None if spec.sinks is None else d_sinks(tensor(spec.sinks, q.device), lse, delta)
     return Grads(d_q, d_k, d_v, of_sinks)
 
@@ -51,7 +52,46 @@ def _copied(x: Any) -> Any:
     return x if x.stride(-1) == 1 and cannot_be_copied({"x": x}) is None else x.clone().contiguous()
 
 
-def _plan(spec: Attention, shape: Shape, tile: Tile, device: Any, by_key: bool = False) -> tuple[Any, Any]:
-    """Records for every batch index and query head, and runs."""
-    plan = plan_on(device, spec, shape, tile, by_key)
-    return plan.records.expand(shape.batch, shape.heads, -1, -1), plan.runs
+def _of_turns(kernel: Wanted, spec: Attention, shape: Shape, delta: Any) -> list[Any]:
+    """What backward_sm90 is given behind lse and its gradient."""
+    device, tile = delta.device, kernel.tile
+    by_query = planned_on(
+        device, spec, shape, tile, False, "tiles of queries", lambda made: _numbered(made, spec, shape, tile, device)
+    )
+    records, runs, visits, key_tiles = planned_on(
+        device, spec, shape, tile, True, "turns", lambda made: _in_turns(made, spec, shape, tile, device)
+    )
+    heads, of_all = (shape.batch, shape.heads), (-1, -1)
+    tiles = shape.batch * shape.heads * turns.tiles_of_queries(shape, spec.lengths, tile.q)
+    rows, sums = (delta.new_empty((tiles, 2, n)) for n in (tile.q, tile.q * kernel.depth // 2))
+    counts = torch.empty(tiles + 1, dtype=torch.int32, device=device)
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    section = turns.section(shape, visits / max(1, key_tiles), blocks)
+    items = shape.batch * shape.heads_k * key_tiles
+    return [
+        delta, rows, sums, counts, by_query.expand(*heads, *of_all), records.expand(*heads, *of_all), runs, section,
+        min(blocks, items),
+    ]  # fmt: skip
+
+
+def _numbered(made: Tables, spec: Attention, shape: Shape, tile: Tile, device: Any) -> Any:
+    return torch.from_numpy(turns.numbered(made.records, shape, spec.lengths, tile.q)).to(device)
+
+
+def _in_turns(made: Tables, spec: Attention, shape: Shape, tile: Tile, device: Any) -> tuple[Any, Any, int, int]:
+    """Records and runs; visits, of how many key tiles of how many plans."""
+    ready = turns.in_turns(made, shape, spec.lengths, tile.q)
+    records, runs = (torch.from_numpy(x).to(device) for x in (ready.records, ready.runs))
+    plans = made.records.shape[0] * made.records.shape[1]
+    return records, runs, made.visits // plans, made.records.shape[2]
+
+
+def _of_both_ways(kernel: Wanted, spec: Attention, shape: Shape, delta: Any) -> list[Any]:
+    """What backward_sm90_twice is given behind lse and its gradient."""
+    assert kernel.by_key is not None
+    plans = [
+        plan_on(delta.device, spec, shape, tile, by_key)
+        for tile, by_key in ((kernel.tile, False), (kernel.by_key, True))
+    ]
+    every = [(plan.records.expand(shape.batch, shape.heads, -1, -1), plan.runs) for plan in plans]
+    return [torch.empty_like(delta), delta, *(x for both in every for x in both)]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from tilewise.derivative import ONE, score_slopes
-from tilewise.expr import Expr, S
+from tilewise.expr import COMPARISONS, Expr, S
 from tilewise.kernels import gpus
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, variables
+
+_PLAIN = {*COMPARISONS, "and", "add", "sub", "var", "const"}
 
 
 class Rung(Protocol):
@@ -98,28 +100,59 @@ class ForwardSm90:
 
 
 class BackwardSm90(ForwardSm90):
-    """A warpgroup has 64 queries of the first pass's tile, and 64 keys of the second's."""
+    """A block has 128 keys, and meets 64 queries at a time, or twice that where heads are small, scores are products
+    alone and masks are plain."""
 
     name, source, differentiated = "backward_sm90", "backward_sm90", False
+    about = "scores are computed once"
+    NARROW, SMALL = 128, 64  # heads
+
+    def takes(self, spec: Attention, shape: Shape) -> bool:
+        """Whether registers have room: what a slope keeps, or what a score reads of a key, takes too many."""
+        return max(shape.d, shape.d_v) <= self.NARROW and not _is_costly(spec) and not _has_slope(spec)
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
-        most = max(shape.d, shape.d_v)
-        if most > 128:
-            return Tile(128, 32)
-        if _is_costly(spec) or _has_slope(spec):
-            return Tile(128, 64)
-        return Tile(128, 128 if most <= 64 and spec.score is None else 96)
+        is_small = max(shape.d, shape.d_v) <= self.SMALL and spec.score is None and _is_plain(spec.mask)
+        return Tile(128 if is_small else 64, 128)
 
     def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
+        return self.tile(spec, shape)
+
+
+class BackwardTwiceSm90(ForwardSm90):
+    """A warpgroup has 64 queries of the first pass's tile, and 64 keys of the second's."""
+
+    name, source, differentiated = "backward_sm90_twice", "backward_sm90_twice", False
+    about = "scores are computed twice: registers have no room for all sums"
+
+    def tile(self, spec: Attention, shape: Shape) -> Tile:
         """Smaller where a score's slope keeps products, too."""
-        most = max(shape.d, shape.d_v)
-        fits = most <= 64 or (most <= 128 and not _is_costly(spec) and not _has_slope(spec))
-        return Tile(64 if fits else 32, 128)
+        if max(shape.d, shape.d_v) <= 128:
+            return Tile(128, 64)
+        return Tile(128, 32 if _is_costly(spec) or _has_slope(spec) else 48)
+
+    def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
+        if max(shape.d, shape.d_v) <= 128:
+            return Tile(64 if max(shape.d, shape.d_v) <= 64 else 32, 128)
+        return Tile(self.tile(spec, shape).k, 128)
+
+
+def backward_rung(spec: Attention, shape: Shape) -> BackwardSm90 | BackwardTwiceSm90:
+    """Whose gradients these are: of five products, or of seven where those have no room."""
+    return BACKWARD if BACKWARD.takes(spec, shape) else BACKWARD_TWICE
 
 
 def _has_slope(spec: Attention) -> bool:
     """Whether products of q and k are kept beside their scores, for the derivative of those."""
     return score_slopes(spec)[S] is not ONE
+
+
+def _is_plain(mask: Expr | None) -> bool:
+    """Whether it is comparisons of positions, all of which hold: what others compute takes registers, too."""
+    if mask is None:
+        return True
+    named = {"B", "H", "HK"} & variables(mask)
+    return not named and all(node.op in _PLAIN for node in nodes(mask))
 
 
 def _is_costly(spec: Attention) -> bool:
@@ -133,7 +166,7 @@ def _takes_registers(node: Expr) -> bool:
 
 BASIC = Basic()
 LADDER: tuple[Rung, ...] = (BASIC, ForwardSm90())  # the last that can takes a call
-BACKWARD = BackwardSm90()  # whatever kernel was forward's
+BACKWARD, BACKWARD_TWICE = BackwardSm90(), BackwardTwiceSm90()  # whatever kernel was forward's
 # Exercises, to be compared: half precision rounds q or k once more if it is scaled before it is multiplied.
 SCALED = (Basic("scaled_q", "q"), Basic("scaled_k", "k"))
 RUNGS: dict[str, Rung] = {rung.name: rung for rung in (*LADDER, *SCALED)}

@@ -1,5 +1,5 @@
 """The backward pass by key tiles: d_k and d_v, after d_query_sm90.py. How the two work together is said in
-backward_sm90.py."""
+backward_sm90_twice.py."""
 
 import cutlass
 import cutlass.cute as cute
@@ -24,6 +24,7 @@ from tilewise.kernels.cute.source.gradients_sm90 import (
     tiles_and_stages,
     weigh,
 )
+from tilewise.kernels.cute.source.hopper import wait_in_place
 from tilewise.kernels.cute.source.operations import minimum
 from tilewise.kernels.cute.source.tiles import PARTIAL, binary, mask, matrix, score, work_of
 from tilewise.kernels.cute.source.vocabulary import (
@@ -107,11 +108,8 @@ def consume(
     q, d_o = (scores[0].make_fragment_B(ours.partition_B(x)) for x in (q_tile, d_out_tile))
     q_summed = sums_k[0].make_fragment_B(ours_of_k.partition_B(q_across))
     d_o_summed = sums_v[0].make_fragment_B(ours_of_v.partition_B(d_out_across))
-    s, d_p = (scores[0].make_fragment_C(scores[0].partition_shape_C((size.k, size.q))) for _ in range(2))
     acc_k = sums_k[0].make_fragment_C(sums_k[0].partition_shape_C((size.k, build.depth)))
     acc_v = sums_v[0].make_fragment_C(sums_v[0].partition_shape_C((size.k, build.columns)))
-    p, d_s = (cute.make_rmem_tensor(operand_of_product(s), element) for _ in range(2))
-    product = product_of(s, build)
     # Where each score is, as (query, key), though keys lie down and queries across.
     at = scores[0].get_slice(thread).partition_C(transposed(cute.make_identity_tensor((size.q, size.k))))
     acc_k.fill(0.0)
@@ -137,6 +135,9 @@ def consume(
                     clear_rows(q_across[None, None, place_q.index], here.n_q - here.first, thread, size.k)
                     clear_rows(d_out_across[None, None, place_o.index], here.n_q - here.first, thread, size.k)
                 # 2 s.T = k @ q.T, d_p.T = v @ d_out.T: keys down and queries across, as the sums want their weights
+                s, d_p = (scores[0].make_fragment_C(scores[0].partition_shape_C((size.k, size.q))) for _ in range(2))
+                p, d_s = (cute.make_rmem_tensor(operand_of_product(s), element) for _ in range(2))
+                product = product_of(s, build)
                 warpgroup.fence()
                 multiply(scores, s, k[None, None, None, 0], q[None, None, None, place_q.index], False)
                 if cutlass.const_expr(of_k):
@@ -158,7 +159,7 @@ def consume(
                     multiply(sums_v, acc_v, p, d_o_summed[None, None, None, place_o.index], True)
                 if cutlass.const_expr(of_k):
                     row_delta = left(delta, by_columns(at), here, b, h)
-                    warpgroup.wait_group(1 if of_v else 0)
+                    wait_in_place(1 if of_v else 0, group > 0)
                     differentiate(by_columns(s), by_columns(d_p), row_delta)
                     pass_on(s, product, at, first_key, here, arrays, scale, build)
                     narrow(d_s, s)

@@ -1,5 +1,5 @@
 """The backward pass by query tiles: d_q, and before it delta, which d_keys_sm90.py reads again. How the two work
-together is said in backward_sm90.py."""
+together is said in backward_sm90_twice.py."""
 
 import cutlass
 import cutlass.cute as cute
@@ -24,6 +24,7 @@ from tilewise.kernels.cute.source.gradients_sm90 import (
     tiles_and_stages,
     weigh,
 )
+from tilewise.kernels.cute.source.hopper import wait_in_place
 from tilewise.kernels.cute.source.tiles import (
     LOG2_E,
     PARTIAL,
@@ -117,10 +118,7 @@ def consume(
     q, d_o = (scores[0].make_fragment_A(ours.partition_A(x)) for x in (q_tile, d_out_tile))
     k, v = (scores[0].make_fragment_B(ours.partition_B(x)) for x in (k_tile, v_tile))
     k_summed = sums[0].make_fragment_B(ours_of_sums.partition_B(k_across))
-    s, d_p = (scores[0].make_fragment_C(scores[0].partition_shape_C((build.tile.q, build.tile.k))) for _ in range(2))
     acc = sums[0].make_fragment_C(sums[0].partition_shape_C((build.tile.q, build.depth)))
-    d_s = cute.make_rmem_tensor(operand_of_product(s), element)
-    product = product_of(s, build)
     at = scores[0].get_slice(thread).partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k)))
     acc.fill(0.0)
     q_consumer, d_out_consumer = q_stages.make_consumer(), d_out_stages.make_consumer()
@@ -143,7 +141,12 @@ def consume(
             if cutlass.const_expr(build.packed):
                 clear_rows(k_across[None, None, place_k.index], work.n_k - first_key, thread, build.tile.q)
                 clear_rows(v_across[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
-            # 2 s = q @ k.T, d_p = d_out @ v.T
+            # 2 s = q @ k.T, d_p = d_out @ v.T, in registers of this step: what is kept from step to step has none
+            s, d_p = (
+                scores[0].make_fragment_C(scores[0].partition_shape_C((build.tile.q, build.tile.k))) for _ in range(2)
+            )
+            d_s = cute.make_rmem_tensor(operand_of_product(s), element)
+            product = product_of(s, build)
             warpgroup.fence()
             multiply(scores, s, q[None, None, None, 0], k[None, None, None, place_k.index], False)
             multiply(scores, d_p, d_o[None, None, None, 0], v[None, None, None, place_v.index], False)
@@ -156,7 +159,7 @@ def consume(
                 mask(s, at, first_key, work, arrays, build)
             # 5 p, from the lse that forward saved
             weigh(by_rows(s), row_shift, binary(scale, build))
-            warpgroup.wait_group(0)
+            wait_in_place(0, work.n_k > 0)
             place_v.release()
             # 6 d_score = p * (d_p - delta), d_s = d_score * slope, d_q += d_s @ k
             differentiate(by_rows(s), by_rows(d_p), row_delta)
