@@ -164,7 +164,7 @@ def _trace(path: str) -> None:
     _to_itself("ring", q, k, v)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch.cuda._sleep(200_000_000)  # until the host has handed over all: the GPU alone decides what runs beside what
+        torch.cuda._sleep(200_000_000)  # until the host has handed over all: then the GPU alone decides
         _to_itself("ring", q, k, v)
         torch.cuda.synchronize()
     profile.export_chrome_trace(path)
