@@ -78,7 +78,8 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
         by_operator = torch.is_grad_enabled() or is_watched() or not are_plain(d_out) or is_legacy_batchedtensor(d_out)
-        return None, *(_by_operator if by_operator else _backward)(ctx.known, *ctx.saved_tensors, d_out)
+        run: Any = _by_operator if by_operator else _backward
+        return None, *run(ctx.known, *ctx.saved_tensors, d_out)
 
 
 def _by_operator(

@@ -7,7 +7,6 @@ and batches keep a GPU busy, every row goes through memory once; else k and v do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from tilewise import arrays
 from tilewise.kernels.tilelang import library
 from tilewise.kernels.tilelang.call import lies_by_tokens, row_places, steps_of, suits_copy_engine
 from tilewise.kernels.tilelang.compiler import C
+from tilewise.kernels.uploads import kept_on
 from tilewise.linear.kernels.tilelang.build import CHUNK, LinearBuild, build_of, default_chunk, written
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
@@ -208,7 +208,8 @@ def segments_of(problem: Problem, chunk: int, target: str) -> Segments:
     shape = problem.shape
     rows = segment_rows(shape.n_q, blocks_wanted(shape.device, target) // max(1, shape.batch * shape.heads), chunk)
     lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
-    return _segments(str(problem.q.device), lengths, rows, chunk, shape.batch)
+    device, said = problem.q.device, (lengths, rows, chunk, shape.batch)
+    return kept_on(device, ("linear segments of TileLang", *said), (), lambda: _segments(device, *said))
 
 
 def blocks_wanted(device: str, target: str) -> int:
@@ -221,8 +222,7 @@ def segment_rows(n: int, wanted: int, chunk: int) -> int:
     return chunk * max(_LEAST_CHUNKS, -(-n // (max(1, wanted) * chunk)))
 
 
-@lru_cache(maxsize=256)
-def _segments(device: str, lengths: tuple[int, ...], rows: int, chunk: int, batch: int) -> Segments:
+def _segments(device: Any, lengths: tuple[int, ...], rows: int, chunk: int, batch: int) -> Segments:
     table: list[list[int]] = []
     firsts, chunks = [0], []
     for sequence, (begin, end) in enumerate(pairwise(lengths)):

@@ -8,7 +8,6 @@ are enough for all processors there is one segment, and no states.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from tilewise.kernels.triton.arguments import steps_of
 from tilewise.kernels.triton.fitting import padded
 from tilewise.kernels.triton.ops import function
 from tilewise.kernels.triton.tuning import processors
+from tilewise.kernels.uploads import kept_on
 from tilewise.linear.features import slope
 from tilewise.linear.kernels.triton.choices import Choice, choice_of, segments_for
 from tilewise.linear.kernels.triton.source import backward as backward_kernels
@@ -277,7 +277,8 @@ def segments_of(problem: Problem, chunk: int | None = None) -> Segments:
     programs = shape.batch * shape.heads * -(-shape.d_v // choice.block)
     rows = segment_rows(shape.n_q, choice.chunk, programs, choice.residents * processors(problem.q.device))
     lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
-    return _segments(str(problem.q.device), lengths, rows)
+    device = problem.q.device
+    return kept_on(device, ("linear segments", lengths, rows), (), lambda: _segments(device, lengths, rows))
 
 
 def segment_rows(n: int, chunk: int, programs: int, slots: int) -> int:
@@ -286,8 +287,7 @@ def segment_rows(n: int, chunk: int, programs: int, slots: int) -> int:
     return chunk * max(1, -(-chunks // segments_for(programs, chunks, slots)))
 
 
-@lru_cache(maxsize=256)
-def _segments(device: str, lengths: tuple[int, ...], rows: int) -> Segments:
+def _segments(device: Any, lengths: tuple[int, ...], rows: int) -> Segments:
     table: list[tuple[int, int]] = []
     firsts = [0]
     for begin, end in pairwise(lengths):
