@@ -77,3 +77,31 @@ def test_training_and_auto() -> None:
     )
     step(x, gate).backward()
     assert x.grad.isfinite().all() and gate.grad.isfinite().all()
+
+
+def _at_an_odd_address(x: Any) -> Any:
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("n", [300, 5000])  # one segment, and several
+def test_calls_like_ones_before_wherever_tensors_lie(n: int) -> None:
+    for odd in (None, 0, 1, 2, None):
+        given = [torch.randn(1, 4, n, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        given = [(_at_an_odd_address(x) if i == odd else x).requires_grad_() for i, x in enumerate(given)]
+        out = tw.linear_attention(*given, kernel="triton")
+        want, _ = tw.linear_attention(*given, kernel="triton", return_state=True)  # by the operator
+        d_out = torch.randn_like(out)
+        found, wanted = (torch.autograd.grad(x, given, d_out) for x in (out, want))
+        for x, y in zip((out, *found), (want, *wanted), strict=True):
+            torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)
+
+
+def test_a_graph_of_a_call_like_ones_before() -> None:
+    x = torch.randn(1, 4, 5000, 64, device="cuda", dtype=torch.bfloat16)
+    tw.linear_attention(x, x, x, kernel="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.linear_attention(x, x, x, kernel="triton")
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(out, tw.linear_attention(x, x, x, kernel="triton"))

@@ -77,6 +77,49 @@ def test_one_tensor_three_times_and_then_three(repeated: list[int]) -> None:
         assert torch.equal(grad, expected)
 
 
+def _grads(qkv: Any, d_out: Any, return_state: bool = False) -> Any:
+    """Of tensors with gaps between their rows. The operator keeps states, and is not repeated."""
+    out = tw.linear_attention(*qkv.split(16, -1), kernel="triton", return_state=return_state)
+    return torch.autograd.grad(out[0] if return_state else out, qkv, d_out)[0]
+
+
+def test_saved_tensors_that_come_back_otherwise(repeated: list[int]) -> None:
+    """As from main memory, to which torch.autograd.graph.save_on_cpu takes them without the gaps."""
+    qkv, d_out = torch.randn(1, 2, 40, 48, requires_grad=True), torch.randn(1, 2, 40, 16)
+    want = _grads(qkv, d_out, return_state=True)
+    assert torch.equal(_grads(qkv, d_out), want)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        assert torch.equal(_grads(qkv, d_out), want)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.mT.contiguous(), lambda x: x.mT):
+        assert torch.equal(_grads(qkv, d_out), want)
+    assert len(repeated) == 6
+
+
+def test_gradients_of_several_at_once_and_of_negated_ones(repeated: list[int]) -> None:
+    q, k, v = _tensors(0)
+    d_out = torch.randn(2, 1, 2, 40, 16)
+    out = tw.linear_attention(q, k, v, kernel="triton")
+    want = [torch.autograd.grad(out, (q, k, v), each, retain_graph=True) for each in d_out]
+    got = torch.autograd.grad(out, (q, k, v), d_out, is_grads_batched=True, retain_graph=True)
+    negated = torch.autograd.grad(out, (q, k, v), torch._neg_view(d_out[0]))
+    assert len(repeated) == 3  # these two go by the operator
+    for i in range(3):
+        assert torch.equal(got[i], torch.stack([want[0][i], want[1][i]]))
+        assert torch.equal(negated[i], -want[0][i])
+
+
+@pytest.mark.usefixtures("repeated")
+def test_calls_differ_by_which_tensor_is_not_aligned() -> None:
+    from tilewise.linear.pytorch import repeat
+
+    memory = torch.zeros(1 * 2 * 40 * 16 + 1)
+    aligned, other = memory[:-1].view(1, 2, 40, 16), memory[1:].view(1, 2, 40, 16)
+    options = dict.fromkeys(("decay", "initial_state", "lengths"), None)
+    options |= {"feature_map": "elu", "causal": True, "normalize": True, "scale": 1.0}
+    given = [(aligned, aligned, aligned), (other, aligned, aligned), (aligned, other, aligned)]
+    assert len({repeat._key(*each, "triton", **options) for each in given}) == 3
+
+
 def test_what_is_not_repeated(repeated: list[int]) -> None:
     q, k, v = _tensors(0)
     with torch.no_grad():

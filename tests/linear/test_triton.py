@@ -58,3 +58,16 @@ def test_segments_fill_a_gpu_and_no_more() -> None:
     assert segment_rows(16384, 64, programs=32, slots=264) == 2048  # eight segments: 256 programs
     assert segment_rows(2048, 64, programs=256, slots=264) == 2048  # heads enough
     assert segment_rows(100, 64, programs=2, slots=264) == 128  # too short to be worth a state
+
+
+def test_tables_stay_for_graphs_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.pytorch import graphs
+
+    before = LinearCase("any", n=37).problem()
+    TRITON.forward(before)
+    monkeypatch.setattr(graphs, "is_capturing", lambda: True)
+    monkeypatch.setattr(graphs, "held", {})
+    TRITON.forward(before)
+    assert graphs.held
+    with pytest.raises(RuntimeError, match="captured around a call that was never made before"):
+        TRITON.forward(LinearCase("any", n=38).problem())

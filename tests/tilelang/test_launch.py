@@ -63,6 +63,13 @@ def test_a_row_with_its_weight_on_one_key_has_its_value() -> None:
 
 
 @needs_tilelang
+def test_an_infinite_value_is_infinite_and_not_nan() -> None:
+    q, k, v = (np.random.default_rng(i).normal(size=(1, 1, 70, 16)).astype(np.float32) for i in range(3))
+    v[0, 0, 3, 5] = np.inf
+    assert (tw.attention(q, k, v, kernel="tilelang-c")[..., 5] == np.inf).all()
+
+
+@needs_tilelang
 def test_strides_of_all_that_is_given() -> None:
     """Results of the same bits, wherever numbers lie; and a gradient that is wider is not narrowed."""
     case, kernel = Case("sinks", "grouped"), dispatch.kernel("tilelang-c")

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 
 from tilewise.expr import Expr
 from tilewise.kernels.tensors import device_of
 from tilewise.linear import dispatch
 from tilewise.linear.kernels.triton import lies_well
-from tilewise.linear.pytorch.operator import no_second_derivative
+from tilewise.linear.pytorch.operator import encode, linear_attention_backward
 from tilewise.linear.spec import Done, Linear, Problem
 from tilewise.linear.state import LinearState
 from tilewise.linear.validate import outline
@@ -35,6 +36,7 @@ class Known:
         spec = problem.spec
         # Without tensors: what is kept lasts longer than a call.
         self._spec = Linear(spec.feature, spec.causal, spec.normalize, spec.scale, keeps_state=False)
+        self.line = encode(self._spec, "triton")
         self._launch = launch
         self._held = feature_map  # which keys may name by its id: nothing else may get that
         with device_of(problem.q):
@@ -52,8 +54,9 @@ class Known:
             return self._tape.again(*given)
 
     def backward(self, *given: Any) -> list[Tensor]:
-        """d_q, d_k, d_v of q, k, v, out, norm, states, d_out."""
-        key = (are_aligned(given[-1]), *layout(given[-1]))  # all others lie as they did forwards
+        """d_q, d_k, d_v of q, k, v, out, norm, states, d_out. All are looked at: hooks that put saved tensors elsewhere
+        meanwhile may bring them back so that they lie otherwise."""
+        key = tuple(None if x is None else _place(x) for x in given)
         with device_of(given[0]):
             return self._backward.found(key, lambda: self._backward_tape(*given)).again(*given)  # type: ignore[no-any-return]
 
@@ -74,24 +77,27 @@ class _Recorded(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        run: Any = _RecordedBackward.apply if torch.is_grad_enabled() else _backward
+        by_operator = torch.is_grad_enabled() or is_watched() or not are_plain(d_out) or is_legacy_batchedtensor(d_out)
+        run: Any = _by_operator if by_operator else _backward
         return None, *run(ctx.known, *ctx.saved_tensors, d_out)
 
 
-def _backward(known: Known, *given: Any) -> tuple[Tensor, ...]:
+def _by_operator(
+    known: Known, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, states: Any, d_out: Tensor
+) -> tuple[Tensor, ...]:
+    """Where PyTorch has more to do than to compute: to refuse second derivatives, to go through several of d_out."""
+    nothing, after = (None,) * 5, (q.new_empty(0),) * 3  # no gradient that is asked for depends on the state after all
+    grads = linear_attention_backward(q, k, v, *nothing, known.line, out, norm, *after, d_out, None, None, None)
+    return tuple(grads[:3])
+
+
+def _backward(
+    known: Known, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, states: Any, d_out: Tensor
+) -> tuple[Tensor, ...]:
     """Gradients of sums come expanded from one number."""
-    *saved, d_out = given
-    return tuple(known.backward(*saved, d_out if lies_well(d_out) else d_out.contiguous()))
-
-
-class _RecordedBackward(torch.autograd.Function):  # type: ignore[misc]
-    """To refuse second derivatives."""
-
-    backward = staticmethod(no_second_derivative)
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        return _backward(*args)
+    *rows, d_out = (x if lies_well(x) else x.contiguous() for x in (q, k, v, out, d_out))
+    states = None if states is None else states.contiguous()
+    return tuple(known.backward(*rows, norm.contiguous(), states, d_out))
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -121,7 +127,12 @@ def _key(
     feature = id(feature_map) if type(feature_map) is Expr else feature_map if type(feature_map) is str else None
     if feature is None:
         return None
-    return kernel, feature, causal, normalize, scale, are_aligned(q, k, v), *layout(q), *layout(k), *layout(v)
+    return kernel, feature, causal, normalize, scale, _place(q), _place(k), _place(v)
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies. Triton's kernels differ by which of their arguments are aligned."""
+    return are_aligned(x), *layout(x)
 
 
 def _make_known(q: Tensor, k: Tensor, v: Tensor, kernel: str, options: dict[str, Any]) -> Known | None:

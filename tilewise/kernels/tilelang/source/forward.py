@@ -101,10 +101,11 @@ def forward(build, variant):
             n_visits = record(N_VISITS)
             for i in T.Pipelined(n_visits + 1, num_stages=build.stages):
                 visit = visits[first_visit + T.min(i, n_visits - 1)]
-                before = visits[first_visit + T.max(i - 1, 0)]
+                before = visits[first_visit + T.max(i - 1, 0)] // 2 * tile_k
                 first_key = visit // 2 * tile_k
                 load_rows(build, k, k_tile, b, hk, k_begin, first_key, n_k)
-                load_rows(build, v, v_tile, b, hk, k_begin, before // 2 * tile_k, n_k)
+                # Before the first are none: rows behind the last key, which are 0, as a weight of 0 makes no 0 of inf.
+                load_rows(build, v, v_tile, b, hk, k_begin, T.if_then_else(i > 0, before, n_k), n_k)
                 # 2 s = q @ k.T
                 multiply(build, q_tile, k_tile, s, transpose_B=True, policy=by_rows, clear_accum=True)
                 # 6 acc += p @ v, of the tile before, while tensor cores would wait for the weights of this one

@@ -7,7 +7,6 @@ and batches keep a GPU busy, every row goes through memory once; else k and v do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +16,8 @@ from tilewise import arrays
 from tilewise.kernels.tilelang import library
 from tilewise.kernels.tilelang.call import lies_by_tokens, row_places, steps_of, suits_copy_engine
 from tilewise.kernels.tilelang.compiler import C
+from tilewise.kernels.uploads import kept_on
+from tilewise.linear.kernels.decays import decay_gradient, log_decay
 from tilewise.linear.kernels.tilelang.build import CHUNK, LinearBuild, build_of, default_chunk, written
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
@@ -52,7 +53,7 @@ def forward(problem: Problem, chunk: int | None, target: str) -> Done:
             states=states, final=final, norm=norm,
         )  # fmt: skip
     norm = norm[..., : shape.n_q if spec.normalize else 0].contiguous()
-    return Done(out, norm, call.split(final, shape.heads_k, _log_decay(problem)))
+    return Done(out, norm, call.split(final, shape.heads_k, log_decay(problem)))
 
 
 def backward(
@@ -90,7 +91,7 @@ def backward(
         )  # fmt: skip
     d_decay = None
     if problem.decay is not None:
-        d_decay = _decay_gradient(problem, call.of_key_heads(d_rows - d_columns)[..., : shape.n_q], done.state, d_state)
+        d_decay = decay_gradient(problem, call.of_key_heads(d_rows - d_columns)[..., : shape.n_q], done.state, d_state)
     d_log = torch.zeros_like(done.state.log_decay) if d_state is None else d_state.log_decay
     initial = None if problem.initial is None else call.split(call.of_key_heads(d_final), shape.heads_k, d_log)
     d_k, d_v = (call.of_key_heads(x).to(q.dtype) for x in (d_k, d_v))
@@ -208,7 +209,8 @@ def segments_of(problem: Problem, chunk: int, target: str) -> Segments:
     shape = problem.shape
     rows = segment_rows(shape.n_q, blocks_wanted(shape.device, target) // max(1, shape.batch * shape.heads), chunk)
     lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
-    return _segments(str(problem.q.device), lengths, rows, chunk, shape.batch)
+    device, said = problem.q.device, (lengths, rows, chunk, shape.batch)
+    return kept_on(device, ("linear segments of TileLang", *said), (), lambda: _segments(device, *said))
 
 
 def blocks_wanted(device: str, target: str) -> int:
@@ -221,8 +223,7 @@ def segment_rows(n: int, wanted: int, chunk: int) -> int:
     return chunk * max(_LEAST_CHUNKS, -(-n // (max(1, wanted) * chunk)))
 
 
-@lru_cache(maxsize=256)
-def _segments(device: str, lengths: tuple[int, ...], rows: int, chunk: int, batch: int) -> Segments:
+def _segments(device: Any, lengths: tuple[int, ...], rows: int, chunk: int, batch: int) -> Segments:
     table: list[list[int]] = []
     firsts, chunks = [0], []
     for sequence, (begin, end) in enumerate(pairwise(lengths)):
@@ -239,26 +240,6 @@ def _segments(device: str, lengths: tuple[int, ...], rows: int, chunk: int, batc
     inner, later = whole[whole[:, 5] == 0], whole[whole[:, 4] == 0]
     parts = whole, inner, later, torch.tensor(firsts, dtype=torch.int32), torch.cat(chunks)
     return Segments(*(x.contiguous().to(device) for x in parts))
-
-
-def _log_decay(problem: Problem) -> Any:
-    """What a sequence decays by from end to end, and what its initial state did before."""
-    shape, initial = problem.shape, problem.initial
-    sums = _numbers(problem.q, problem.n_states, shape.heads_k).zero_()
-    for at, rows in problem.sequences() if problem.decay is not None else ():
-        sums[at] = problem.decay[:, :, rows].float().sum(-1)
-    return sums if initial is None else sums + initial.log_decay
-
-
-def _decay_gradient(problem: Problem, d_c: Any, state: LinearState, d_state: LinearState | None) -> Any:
-    """From gradients of cumulative sums to those of what was summed; in float64, as a sequence's are added up."""
-    d_c = d_c.double()
-    last = torch.zeros_like(state.log_decay, dtype=torch.float64)
-    if d_state is not None:
-        last += (d_state.kv * state.kv).sum((2, 3)) + (d_state.z * state.z).sum(2) + d_state.log_decay
-    for at, rows in problem.sequences():
-        d_c[:, :, rows] = d_c[:, :, rows].flip(-1).cumsum(-1).flip(-1) + last[at][..., None]
-    return d_c.to(problem.decay.dtype)
 
 
 def _by_tokens(x: Any) -> Any:

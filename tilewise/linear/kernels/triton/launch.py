@@ -8,7 +8,6 @@ are enough for all processors there is one segment, and no states.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +23,9 @@ from tilewise.kernels.triton.arguments import steps_of
 from tilewise.kernels.triton.fitting import padded
 from tilewise.kernels.triton.ops import function
 from tilewise.kernels.triton.tuning import processors
+from tilewise.kernels.uploads import kept_on
 from tilewise.linear.features import slope
+from tilewise.linear.kernels.decays import decay_gradient, log_decay
 from tilewise.linear.kernels.triton.choices import Choice, choice_of, segments_for
 from tilewise.linear.kernels.triton.source import backward as backward_kernels
 from tilewise.linear.kernels.triton.source import forward as forward_kernels
@@ -111,7 +112,7 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
     if final is not None:
         if 0 in (shape.n_q, shape.batch, shape.heads) and call.by_kernels:
             final = _untouched(problem)
-        state = LinearState(*final, _log_decay(problem))
+        state = LinearState(*final, log_decay(problem))
     return Done(out, norm, state), states
 
 
@@ -164,7 +165,7 @@ def backward(
     d_decay = None
     if d_rows is not None and d_columns is not None:
         by_head = d_rows.sum(0).reshape(shape.batch, shape.heads_k, shape.group, shape.n_q).sum(2)
-        d_decay = _decay_gradient(problem, by_head - d_columns.sum(0), done.state, d_state)
+        d_decay = decay_gradient(problem, by_head - d_columns.sum(0), done.state, d_state)
     return LinearGrads(d_q, d_k, d_v, d_decay, _initial_gradient(call, d_initial, d_state))
 
 
@@ -247,26 +248,6 @@ def _parts(state: LinearState | None) -> tuple[Any, Any] | None:
     return None if state is None else (state.kv.contiguous(), state.z.contiguous())
 
 
-def _log_decay(problem: Problem) -> Any:
-    """What a sequence decays by from end to end, and what its initial state did before."""
-    shape, initial = problem.shape, problem.initial
-    sums = torch.zeros(problem.n_states, shape.heads_k, device=problem.q.device)
-    for at, rows in problem.sequences() if problem.decay is not None else ():
-        sums[at] = problem.decay[:, :, rows].float().sum(-1)
-    return sums if initial is None else sums + initial.log_decay
-
-
-def _decay_gradient(problem: Problem, d_c: Any, state: LinearState, d_state: LinearState | None) -> Any:
-    """From gradients of cumulative sums to those of what was summed; in float64, as a sequence's are added up."""
-    d_c = d_c.double()
-    last = torch.zeros_like(state.log_decay, dtype=torch.float64)
-    if d_state is not None:
-        last += (d_state.kv * state.kv).sum((2, 3)) + (d_state.z * state.z).sum(2) + d_state.log_decay
-    for at, rows in problem.sequences():
-        d_c[:, :, rows] = d_c[:, :, rows].flip(-1).cumsum(-1).flip(-1) + last[at][..., None]
-    return d_c.to(problem.decay.dtype)
-
-
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -277,7 +258,8 @@ def segments_of(problem: Problem, chunk: int | None = None) -> Segments:
     programs = shape.batch * shape.heads * -(-shape.d_v // choice.block)
     rows = segment_rows(shape.n_q, choice.chunk, programs, choice.residents * processors(problem.q.device))
     lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
-    return _segments(str(problem.q.device), lengths, rows)
+    device = problem.q.device
+    return kept_on(device, ("linear segments", lengths, rows), (), lambda: _segments(device, lengths, rows))
 
 
 def segment_rows(n: int, chunk: int, programs: int, slots: int) -> int:
@@ -286,8 +268,7 @@ def segment_rows(n: int, chunk: int, programs: int, slots: int) -> int:
     return chunk * max(1, -(-chunks // segments_for(programs, chunks, slots)))
 
 
-@lru_cache(maxsize=256)
-def _segments(device: str, lengths: tuple[int, ...], rows: int) -> Segments:
+def _segments(device: Any, lengths: tuple[int, ...], rows: int) -> Segments:
     table: list[tuple[int, int]] = []
     firsts = [0]
     for begin, end in pairwise(lengths):

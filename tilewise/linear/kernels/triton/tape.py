@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise.kernels.triton import modules
+from tilewise.pytorch import graphs
 
 _OPTIONS = ("num_warps", "num_stages")
 
@@ -92,6 +93,8 @@ class Tape:
         else:
             values = [None if x is None else x.data_ptr() for x in tensors]
             stream = torch.cuda.current_stream().cuda_stream
+            if torch.cuda.is_current_stream_capturing():
+                graphs.hold(self)  # its tables, and so they are there when the graph is replayed
         for run, args, places in self._launches:
             args = args.copy()
             for i, place in places:
