@@ -23,7 +23,9 @@ INLINE void mbarrier_arrive(uint32 bar) {
 INLINE void mbarrier_arrive_expect(uint32 bar, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-INLINE void mbarrier_wait(uint32 bar, int parity) {  // until the phase of that parity is over
+// Until the phase of that parity is over. Lanes that wait together look at one barrier at one time, and see the same: so says
+// the branch, and what follows may be reckoned once a warp.
+INLINE void mbarrier_wait(uint32 bar, int parity) {
     asm volatile(
         "{\n.reg .pred done;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra.uni WAIT;\n}" ::"r"(bar),
         "r"(parity)
