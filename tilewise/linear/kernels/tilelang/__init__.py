@@ -8,8 +8,9 @@ from typing import Any
 from tilewise import arrays
 from tilewise.dispatch import Unsupported
 from tilewise.kernels import gpus
-from tilewise.kernels.tensors import as_tensor, device_of, like
+from tilewise.kernels.tensors import as_tensor, device_of
 from tilewise.kernels.tilelang import architecture, compiler, support
+from tilewise.linear.kernels.operands import done_like, grads_like, tensors_of
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
 from tilewise.spec import Shape
@@ -37,28 +38,22 @@ class Kernel:
         from tilewise.linear.kernels.tilelang.launch import forward
 
         with device_of(problem.q):
-            done = forward(_tensors(problem), chunk, self._target(problem))
-        return Done(like(done.out, problem.q), like(done.norm, problem.q), _state_like(done.state, problem.q))
+            done = forward(tensors_of(problem, _rows), chunk, self._target(problem))
+        return done_like(done, problem)
 
     def backward(
         self, problem: Problem, done: Done, d_out: Any, d_state: LinearState | None = None, chunk: int | None = None
     ) -> LinearGrads:
         from tilewise.linear.kernels.tilelang.launch import backward
 
-        given, d_out = _tensors(problem), _rows(as_tensor(d_out))
+        given, d_out = tensors_of(problem, _rows), _rows(as_tensor(d_out))
         dtype = self._computed_with(d_out, given.q)
         given = replace(given, q=given.q.to(dtype), k=given.k.to(dtype), v=given.v.to(dtype))
         held = Done(_rows(as_tensor(done.out)).to(dtype), as_tensor(done.norm), done.state.map(as_tensor))
         with device_of(problem.q):
             d_state = None if d_state is None else d_state.map(as_tensor)
             grads = backward(given, held, d_out.to(dtype), d_state, chunk, self._target(problem))
-        d_q, d_k, d_v = (
-            like(grad.to(as_tensor(x).dtype), x)
-            for grad, x in ((grads.q, problem.q), (grads.k, problem.k), (grads.v, problem.v))
-        )
-        d_decay = None if grads.decay is None else like(grads.decay, problem.decay)
-        initial = None if grads.initial_state is None else _state_like(grads.initial_state, problem.q)
-        return LinearGrads(d_q, d_k, d_v, d_decay, initial)
+        return grads_like(grads, problem)
 
     def _computed_with(self, d_out: Any, q: Any) -> Any:
         """The type of q: a gradient of the output that is wider would be rounded to it."""
@@ -87,18 +82,6 @@ def refused(shape: Shape) -> str | None:
     return None
 
 
-def _tensors(problem: Problem) -> Problem:
-    return replace(
-        problem, q=_rows(as_tensor(problem.q)), k=_rows(as_tensor(problem.k)), v=_rows(as_tensor(problem.v)),
-        decay=None if problem.decay is None else as_tensor(problem.decay),
-        initial=None if problem.initial is None else problem.initial.map(as_tensor),
-    )  # fmt: skip
-
-
 def _rows(x: Any) -> Any:
     """Numbers of a row side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _state_like(state: LinearState, template: Any) -> LinearState:
-    return state.map(lambda x: like(x, template))

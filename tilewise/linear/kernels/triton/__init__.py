@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from tilewise.kernels import host
-from tilewise.kernels.tensors import as_tensor, device_of, like
+from tilewise.kernels.tensors import as_tensor, device_of
 from tilewise.kernels.triton import DTYPES, TritonKernel
 from tilewise.kernels.triton.modules import is_interpreted
+from tilewise.linear.kernels.operands import done_like, grads_like, tensors_of
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
 from tilewise.spec import Shape
@@ -42,15 +43,15 @@ class Kernel:
         from tilewise.linear.kernels.triton.launch import forward
 
         with device_of(problem.q):
-            done = forward(_tensors(problem), chunk)
-        return Done(like(done.out, problem.q), like(done.norm, problem.q), _state_like(done.state, problem.q))
+            done = forward(tensors_of(problem, _rows), chunk)
+        return done_like(done, problem)
 
     def backward(
         self, problem: Problem, done: Done, d_out: Any, d_state: LinearState | None = None, chunk: int | None = None
     ) -> LinearGrads:
         from tilewise.linear.kernels.triton.launch import backward
 
-        given = _tensors(problem)
+        given = tensors_of(problem, _rows)
         torch = sys.modules["torch"]
         d_out = as_tensor(d_out)
         # The gradients are computed in a type that holds what q and d_out have.
@@ -61,21 +62,7 @@ class Kernel:
         with device_of(problem.q):
             d_state = None if d_state is None else d_state.map(as_tensor)
             grads = backward(given, held, _rows(d_out.to(wider)), d_state, chunk)
-        d_q, d_k, d_v = (
-            like(grad.to(as_tensor(x).dtype), x)
-            for grad, x in ((grads.q, problem.q), (grads.k, problem.k), (grads.v, problem.v))
-        )
-        d_decay = None if grads.decay is None else like(grads.decay, problem.decay)
-        initial = None if grads.initial_state is None else _state_like(grads.initial_state, problem.q)
-        return LinearGrads(d_q, d_k, d_v, d_decay, initial)
-
-
-def _tensors(problem: Problem) -> Problem:
-    return replace(
-        problem, q=_rows(as_tensor(problem.q)), k=_rows(as_tensor(problem.k)), v=_rows(as_tensor(problem.v)),
-        decay=None if problem.decay is None else as_tensor(problem.decay),
-        initial=None if problem.initial is None else problem.initial.map(as_tensor),
-    )  # fmt: skip
+        return grads_like(grads, problem)
 
 
 def _rows(x: Any) -> Any:
@@ -85,7 +72,3 @@ def _rows(x: Any) -> Any:
 
 def lies_well(x: Any) -> bool:
     return bool(x.stride(-1) == 1 and x.stride(-2) < MOST_APART)
-
-
-def _state_like(state: LinearState, template: Any) -> LinearState:
-    return state.map(lambda x: like(x, template))
