@@ -67,7 +67,10 @@ def _layout_of_another_mesh(rank: int) -> Any:
         (_other_rows, "their shards have [8, 9, 8, 8]"),
         (_bad_scale, "scale: expected a finite number, got nan"),
         (_other_mask, "variant: expected the same on every rank"),
-        (_other_ids, "keys that the mask lets travel: expected the same on every rank"),
+        (
+            _other_ids,
+            "mask, its arrays or lengths, by a number for the keys that travel: expected the same on every rank",
+        ),
         (_no_such_kernel, "kernel 'cuda' cannot compute this call"),
         (_too_few_heads, "3 heads cannot be shared evenly by 4 ranks"),
         (_layout_of_another_mesh, "it is for 2 ranks, and the mesh has 4"),
@@ -78,6 +81,47 @@ def test_a_mistake_is_told_on_every_rank(pool: Pool, arguments: Any, told: str) 
     outcomes = pool.outcomes(_attend, "4", arguments)
     assert all(isinstance(outcome, Failure) for outcome in outcomes)
     assert all(told in outcome.message for outcome in outcomes), [outcome.message for outcome in outcomes]
+
+
+def _join(what: str) -> None:
+    ranks, odd = mesh("4"), dist.get_rank() == 3
+    x: Any = torch.randn(1, 2, 6, 8)
+    options: dict[str, Any] = {"dim": 2}
+    if odd and what == "dtype of x":
+        x = x.half()
+    if odd and what == "sizes of x":
+        x = x[..., :4]
+    if odd and what == "expected a PyTorch tensor":
+        x = x.numpy()
+    if odd and what in ("dim", "layout"):
+        options |= {"dim": 1} if what == "dim" else {"layout": "zigzag"}
+    parallel.unshard(x, ranks, **options)
+
+
+@pytest.mark.parametrize("what", ["dtype of x", "sizes of x", "dim", "layout", "expected a PyTorch tensor"])
+def test_parts_that_do_not_fit_are_not_joined(pool: Pool, what: str) -> None:
+    outcomes = pool.outcomes(_join, what)
+    assert all(isinstance(outcome, Failure) and what in outcome.message for outcome in outcomes), outcomes
+
+
+def _replicate_others() -> None:
+    parallel.replicated(torch.zeros(3 + (dist.get_rank() == 1)), mesh("4"))
+
+
+def test_what_is_replicated_has_one_size(pool: Pool) -> None:
+    outcomes = pool.outcomes(_replicate_others)
+    assert all("sizes of x: expected the same on every rank" in outcome.message for outcome in outcomes), outcomes
+
+
+def _outside_of_a_group() -> None:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        with pytest.raises(ValueError, match=f"rank {dist.get_rank()} is not in this process group"):
+            parallel.positions(8, group)
+
+
+def test_a_process_outside_of_a_group_is_told_so(pool: Pool) -> None:
+    pool.run(_outside_of_a_group)
 
 
 def _only_one_trains(what: str) -> None:

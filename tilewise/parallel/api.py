@@ -37,8 +37,9 @@ def attention(
     """Attention over a sequence that is split across ranks: this rank's part of what `tw.attention` gives of the whole.
 
     q, k, v: this rank's shards, tensors as `tw.attention` takes them, or DTensors, which lie split along the sequence
-    over a mesh. mesh: a DeviceMesh of one dimension, or of two, (sequence, heads), or a process group; every rank of it
-    makes the same call, and its backward pass, or none does.
+    over a mesh. mesh: a DeviceMesh of one dimension, or of two, (sequence, heads), or a process group: of a mesh that
+    shares data too, the part that shares the sequence, mesh["context"]. Every rank of it makes the same call, and its
+    backward pass, or none does.
     layout: how the sequence was split, as parallel.shard has it.
     method: "ring" (keys and values travel from rank to rank while the last ones are computed with), "gather" (each rank
     gets all that it needs at once, which may be the whole sequence's), "heads" (heads in exchange for rows), "mix"
@@ -48,7 +49,8 @@ def attention(
     Positions are those of the whole sequence, and so are the arrays that mask and score read, the same on every rank;
     keys that no query of a rank sees are not sent to it. A rope's positions are shards, as q and k are.
     Gradients of q, k and v are those of the sum of all ranks' losses; those of arrays and sinks this rank's share, as
-    for any parameter that every rank has: DDP and FSDP add them up, or parallel.replicated(x, mesh).
+    for any parameter that every rank has: add them up, as parallel.replicated(x, mesh) does. DDP and FSDP take their
+    mean, so multiply the loss by the ranks there, or let each take its own mean if all have as many rows.
     """
     options = {"causal": causal, "mask": mask, "score": score, "scale": scale, "sinks": sinks, "rope": rope}
     return _attend(Arguments(q, k, v, None, mesh, layout, method, kernel, options), return_lse)

@@ -194,7 +194,7 @@ def _said(p: Prepared) -> Facts:
         "arrays": digest([(arrays.dtype_name(x), tuple(x.shape)) for x in named]),
         "sinks": p.sinks is not None,
         "gradients of arrays and sinks": _learned(*named, p.sinks),
-        "keys that the mask lets travel": p.taken.needs.digest,
+        "mask, its arrays or lengths, by a number for the keys that travel": p.taken.needs.digest,
         "way": p.taken.way.named(p.ranks.size),
     }
 

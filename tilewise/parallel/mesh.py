@@ -91,6 +91,8 @@ def ranks_of(mesh: Any) -> Ranks:
     """mesh: a DeviceMesh of one or two dimensions, or a process group."""
     if isinstance(mesh, dist.ProcessGroup):
         return Ranks((mesh,), (dist.get_world_size(mesh),), (dist.get_rank(mesh),))
+    if mesh is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to others
+        raise ValueError(f"mesh: rank {dist.get_rank()} is not in this process group; only its members call")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh: expected a DeviceMesh or a process group, got {type(mesh).__name__}; "

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from tilewise.parallel import layout as layouts
+from tilewise.parallel.agreement import Facts, agree
+from tilewise.parallel.digest import digest
 from tilewise.parallel.layout import Layout
 from tilewise.parallel.mesh import Ranks, ranks_of
 
@@ -32,9 +34,8 @@ def unshard(x: Tensor, mesh: Any, *, dim: int, layout: str | Layout = "contiguou
     Its gradient is the sum of what all ranks' losses have: gather to look at results, or divide such a loss by ranks.
     """
     ranks = ranks_of(mesh)
-    _check(x, dim)
-    sizes = ranks.told(torch.tensor([x.shape[dim]])).flatten().tolist()
-    made = layouts.found(layout, sizes, "x")
+    told = agree(ranks, lambda: _said(x, dim, layout))
+    made = layouts.found(layout, [facts["rows"] for facts in told], "x")
     whole: Tensor = _Whole.apply(x, ranks, made, dim % x.dim())
     return whole
 
@@ -48,15 +49,38 @@ def positions(n: int, mesh: Any, *, layout: str | Layout = "contiguous", device:
 def replicated(x: Tensor, mesh: Any) -> Tensor:
     """x, which every rank has alike, with a gradient that is the sum over ranks.
 
-    For a bias, a table or sinks where nothing else adds gradients up: DDP and FSDP do it for their parameters.
+    For a bias, a table or sinks where nothing else joins gradients. DDP and FSDP do it for their parameters, by the
+    mean: multiply the loss by the ranks there, or let each rank take its own mean if all have as many rows.
     """
-    made: Tensor = _Replicated.apply(x, ranks_of(mesh))
+    ranks = ranks_of(mesh)
+    agree(ranks, lambda: _sizes(x))
+    made: Tensor = _Replicated.apply(x, ranks)
     return made
 
 
-def _check(x: Any, dim: int) -> None:
+def _said(x: Any, dim: int, layout: str | Layout) -> Facts:
+    """What ranks tell each other of parts that are to be joined."""
+    _check(x, dim)
+    layouts.check_name(layout)
+    at = dim % x.dim()
+    others = [size for i, size in enumerate(x.shape) if i != at]
+    named = layout if isinstance(layout, str) else digest(layout)
+    return {"rows": x.shape[at], "layout": named, "dim": at, **_sizes(x), "sizes of x": others}
+
+
+def _sizes(x: Any) -> Facts:
+    _check_tensor(x)
+    learns = torch.is_grad_enabled() and x.requires_grad
+    return {"dtype of x": str(x.dtype), "sizes of x": list(x.shape), "a gradient of x": learns}
+
+
+def _check_tensor(x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"x: expected a PyTorch tensor, got {type(x).__name__}; pass torch.as_tensor(x)")
+
+
+def _check(x: Any, dim: int) -> None:
+    _check_tensor(x)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim: expected a dimension of x, which has {x.dim()}, got {dim}")
 
