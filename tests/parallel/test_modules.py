@@ -127,6 +127,11 @@ def _language_model(ranks: Any, layout: str, padded: bool) -> None:
     logits = model(input_ids=own[0], attention_mask=own[1], position_ids=places).logits
     whole = parallel.unshard(logits.detach(), ranks, dim=1, layout=layout)
     assert torch.allclose(whole[counts.bool()], want[counts.bool()], atol=1e-4)
+    if layout == "zigzag":  # whose positions have a gap
+        with pytest.raises(
+            (tw.Unsupported, parallel.PeerError), match=r"position_ids: .* pass attention_mask=torch.ones"
+        ):
+            model(input_ids=own[0], position_ids=places)
     with pytest.raises(tw.Unsupported, match="here are 1 queries for 6 keys"):
         model(input_ids=own[0][:, :1], past_key_values=model(input_ids=own[0], use_cache=True).past_key_values)
 

@@ -19,6 +19,7 @@ from tilewise.dispatch import Unsupported, check_name
 from tilewise.expr import B, Expr, K, Q, constant, load
 from tilewise.flex import from_mask_mod
 from tilewise.variants._checks import P
+from tilewise.walking import loads
 
 try:
     import torch
@@ -123,10 +124,28 @@ def make_mask(
                 'each, cannot know it; register() without a mesh, or load the model with attn_implementation="sdpa"'
             ) from None
         return by_tensors(**options | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    if ranks is not None and not torch.compiler.is_compiling():
+        _refuse_packing(mask, ranks)
     counts = _padding(attention_mask, kv_length, kv_offset, ranks)
     if counts is not None:
         mask = mask & load(counts, B, K)
     return Mask(mask, (batch_size, 1, q_length, kv_length))
+
+
+def _refuse_packing(mask: Expr, ranks: dict[str, Any]) -> None:
+    """On every rank, if one finds it: a zig-zag has a jump on some ranks alone."""
+    from tilewise.parallel.agreement import agree
+    from tilewise.parallel.mesh import ranks_of
+
+    def own() -> dict[str, Any]:
+        if loads(mask):
+            raise Unsupported(
+                "position_ids: transformers takes their jumps for sequences that are packed, and a rank knows its own "
+                "alone; pass attention_mask=torch.ones_like(words), of each rank's words, which says that all count"
+            )
+        return {}
+
+    agree(ranks_of(ranks["mesh"]), own)
 
 
 def _positions(q_length: int, kv_length: int, q_offset: Any, kv_offset: int) -> tuple[Expr, Expr]:
