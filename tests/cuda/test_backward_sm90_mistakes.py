@@ -50,6 +50,7 @@ FREE_TABLE_EARLY = "        if (USES_TABLE) arrive(shared.table_free());\n"
 PACK_P = "        if (SOONER == QUERIES / 8) pack(p);\n"
 KEYS_OF_D_S = "first_row() + lane / 8 % 2 * 8, query = first_query() + lane"
 KEYS_OF_CELLS = "first_row() + lane / 8 % 2 * 8, query = first_query() + n"
+OF_DELTA = "delta = two_of(shared.delta(d_out_stage()), n);\n#pragma unroll\n            for (int i"
 DELTA = "(i % 2 ? delta.y : delta.x)"
 MULTIPLY_S = "        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));\n"
 MULTIPLY_D_Q = "        begin_d_q();\n"
@@ -304,7 +305,7 @@ MISTAKES: dict[str, Mistake] = {
     "no delta": Mistake(WRONG, "full", {DELTA: "0"}),
     "a delta of every other query": Mistake(WRONG, "full", {DELTA: "delta.x"}),
     "the delta of another query tile": Mistake(
-        WRONG, "full", {": two_of(shared.delta(d_out_stage())": ": two_of(shared.delta(1 - d_out_stage())"},
+        WRONG, "full", {OF_DELTA: OF_DELTA.replace("d_out_stage", "1 - d_out_stage")},
     ),
     "d_p that begins with what was there": Mistake(
         WRONG, "full", {"multiply_rows<COLUMNS, WIDE>": "multiply_rows<COLUMNS, true>"},

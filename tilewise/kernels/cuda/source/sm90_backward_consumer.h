@@ -152,13 +152,13 @@ struct Scores {
                 s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift.y : shift.x));
         }
     }
-    // d_s takes the place of s.
+    // d_s takes the place of s. Wide heads' d_p has delta subtracted.
     __device__ __forceinline__ void weigh() {
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; n++) {
-            const float2 delta = WIDE ? float2{0, 0} : two_of(shared.delta(d_out_stage()), n);  // or subtracted already
+            const float2 delta = two_of(shared.delta(d_out_stage()), n);
 #pragma unroll
-            for (int i = n * 4; i < n * 4 + 4; i++) s[i] *= d_p[i] + (i % 2 ? delta.y : delta.x);
+            for (int i = n * 4; i < n * 4 + 4; i++) s[i] *= WIDE ? d_p[i] : d_p[i] + (i % 2 ? delta.y : delta.x);
         }
     }
     __device__ __forceinline__ void multiply_by_slopes() {
