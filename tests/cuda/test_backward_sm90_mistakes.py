@@ -23,7 +23,8 @@ from tests.cuda.test_ops import needs_compiler
 pytestmark = needs_compiler
 
 # Most problems have heads of up to 64 columns, and tiles of 128 queries: d_s has one place, and warpgroups halve the
-# queries of d_q. "d 128" has tiles of 64: d_s has two places, and warpgroups halve the columns of d_q.
+# queries of d_q. "d 128" has tiles of 64: d_s has two places, and warpgroups halve the columns of d_q. Of "tiles of 80"
+# d_q has its columns down, and one place for each warpgroup.
 
 FREE_Q = "        arrive(shared.q_free(q_stage()));\n"
 FREE_V = "        if (LAST) arrive(shared.v_free());\n"
@@ -47,7 +48,9 @@ AWAIT_D_K = "        hw::wgmma_wait<0>();\n        hw::pin(d_s);\n"
 AWAIT_TABLE = "        if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), steps % 2);\n"
 FREE_TABLE = "            arrive(shared.table_free());\n"
 FREE_TABLE_EARLY = "        if (USES_TABLE) arrive(shared.table_free());\n"
-PACK_P = "        if (SOONER == QUERIES / 8) pack(p);\n"
+LATER_P = "            if (k >= SOONER / 2) exponentiate(k);\n"
+PACK_P = "            if (!WIDE) pack(p[k], k);\n"
+FIND_SLOPES = "        if (variant::HAS_SLOPE) {\n            multiply_by_slopes();\n"
 KEYS_OF_D_S = "first_row() + lane / 8 % 2 * 8, query = first_query() + lane"
 KEYS_OF_CELLS = "first_row() + lane / 8 % 2 * 8, query = first_query() + n"
 OF_DELTA = "delta = two_of(shared.delta(d_out_stage()), n);\n#pragma unroll\n            for (int i"
@@ -56,10 +59,12 @@ MULTIPLY_S = "        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stag
 MULTIPLY_D_Q = "        begin_d_q();\n"
 WRITE_D_S = "        write_turned(d_s_tile(), d_s);\n"
 MEET_OTHER = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
+TELL_LATE = "        if (TELLS_LATE && owes) tell_of(steps - 1);\n"
 MEET_ITSELF = "        hw::barrier_sync(Shared::D_S_WRITTEN + 6 * number, 128);\n"
 UNMET = f"{UNFENCED}|{ISSUED}"
-HAND_OVER = "        hw::fence_async();\n        hw::barrier_arrive(Shared::d_q_written(storer, piece), 160);\n"
-WRITE_D_Q = "        unsigned char* const to = shared.memory + (shared.d_q(storer, piece) - shared.base)"
+FENCE_D_Q = "        hw::fence_async();\n        tell_of(step);\n"
+HAND_OVER = "        if (TELLS_LATE) owes = true;\n        else hand_over(steps);\n"
+WRITE_D_Q = "        if (STORES_HALVES) write_d_q(d_q, number, 0, steps % 2 ^ 1);\n"
 MEET = "            meet_queries(__shfl_sync(~0u, this->item().visits, 0));\n"
 ITEM = "            const Shared::Item item = this->shared.copy_of_item(this->keys % 2);\n"
 ROOM = "                wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);\n"
@@ -107,8 +112,7 @@ MISTAKES: dict[str, Mistake] = {
     "the parity of tails": Mistake("more often", "packed", {"tails++ % 2": "tails % 2"}),
     "keys of another sequence": Mistake(WRONG, "packed", {"sequence.k_begin + key + half * 8": "key + half * 8"}),
     "queries of another sequence": Mistake(
-        WRONG, "packed", {"row_of<Element>(launch.backward.d_q, b, h, sequence.q_begin + query)":
-                          "row_of<Element>(launch.backward.d_q, b, h, query)"},
+        WRONG, "packed", {"launch.backward.d_q, b, h, sequence.q_begin + first": "launch.backward.d_q, b, h, first"},
     ),
     # Places are let go.
     "q never let go": Mistake("deadlock", "full", {FREE_Q: ""}),
@@ -162,9 +166,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "d_s never let go": Mistake("deadlock", "full", {FREE_D_S: ""}),
     "d_s of another step": Mistake(WRONG, "d 128", {"hw::anew(d_s_tile())": "hw::anew(shared.d_s(1 - steps % 2))"}),
-    "no fence after d_q": Mistake(UNFENCED, "full", {HAND_OVER: HAND_OVER.split("\n", 1)[1]}),
+    "no fence after d_q": Mistake(UNFENCED, "full", {FENCE_D_Q: FENCE_D_Q.split("\n", 1)[1]}),
     "d_q handed over before it is written": Mistake(
-        UNFENCED, "full", {HAND_OVER: "", WRITE_D_Q: f"{HAND_OVER}{WRITE_D_Q}"},
+        UNFENCED, "full", {HAND_OVER: "", WRITE_D_Q: f"        hand_over(steps);\n{WRITE_D_Q}"},
     ),
     "d_q that is not handed over": Mistake("deadlock.*named barrier", "full", {HAND_OVER: ""}),
     "d_q handed over to the other storer": Mistake(
@@ -200,9 +204,9 @@ MISTAKES: dict[str, Mistake] = {
         f"{UNFENCED}|{WRONG}", "full", {"shared.d_q(number, piece), turn": "shared.d_q(1 - number, piece), turn"},
     ),
     "a storer that takes the other's steps": Mistake(
-        "deadlock", "one query tile", {"uint32 step = WIDE ? 0 : number": "uint32 step = 1 - number"},
+        "deadlock", "one query tile", {"uint32 step = STORES_HALVES ? 0 : number": "uint32 step = 1 - number"},
     ),
-    "storers that take all steps": Mistake("deadlock", "full", {"step += WIDE ? 1 : 2)": "step++)"}),
+    "storers that take all steps": Mistake("deadlock", "full", {"step += STORES_HALVES ? 1 : 2)": "step++)"}),
     # Turns.
     # Key tiles in the order in which blocks at once may come to add theirs.
     "no wait for the turn": Mistake(WRONG, "full", {TURN: "", **LAST_FIRST}),
@@ -255,6 +259,29 @@ MISTAKES: dict[str, Mistake] = {
     "d_q's rows in another order": Mistake(
         WRONG, "whole tiles", {"lane / 4 + lower * 8": "lane / 4 + (1 - lower) * 8"},
     ),
+    # Columns down.
+    "wrong step along k, columns down": Mistake(
+        WRONG, "tiles of 80", {"further(a_at, k * 16 * ROW_BYTES), b": "further(a_at, k * 8 * ROW_BYTES), b"},
+    ),
+    "wrong step along d_s, columns down": Mistake(
+        WRONG, "tiles of 80",
+        {", b = further(b_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32)": ", b = further(b_at, k * 32)"},
+    ),
+    "the other columns, which lie down": Mistake(
+        WRONG, "tiles of 80", {"* TURNS + (STORES_HALVES ? number : 0)": "* TURNS + (STORES_HALVES ? 1 - number : 0)"},
+    ),
+    "the only place of d_q overwritten before it was read": Mistake(
+        f"{WRONG}|{UNFENCED}", "tiles of 80", {AWAIT_D_Q_FREE: ""},
+    ),
+    "d_q that is read before it is turned": Mistake(
+        f"{WRONG}|race", "tiles of 80", {"        __syncthreads();\n        for (int i": "        for (int i"},
+    ),
+    "d_q turned into the same columns": Mistake(
+        WRONG, "tiles of 80", {"eight = warp * 2 + lane / 8 % 2;": "eight = warp * 2;"},
+    ),
+    "no scale of d_q that is turned": Mistake(
+        WRONG, "tiles of 80", {"const float scale = launch.backward.params.scale;": "const float scale = 1.0f;"},
+    ),
     "the other warpgroup's keys": Mistake(
         WRONG, "full", {"hw::anew(keys) + first_of_64()": "hw::anew(keys) + (64 - first_of_64())"},
     ),
@@ -291,9 +318,9 @@ MISTAKES: dict[str, Mistake] = {
     "the later shifts of another query tile": Mistake(
         WRONG, "full", {"shifts[n] : two_of(shared.shift(q_stage())": "shifts[n] : two_of(shared.shift(1 - q_stage())"},
     ),
-    "no later exponentials": Mistake(WRONG, "full", {"        exponentiate<SOONER, QUERIES / 8>();\n": ""}),
+    "no later exponentials": Mistake(WRONG, "full", {LATER_P: ""}),
     "p narrowed before its last exponentials": Mistake(
-        WRONG, "full", {PACK_P: "        pack(p);\n", "        if (SOONER < QUERIES / 8) pack(p);\n": ""},
+        WRONG, "full", {LATER_P + PACK_P: PACK_P + LATER_P},
     ),
     "a shift of every other query": Mistake(WRONG, "full", {"i % 2 ? shift.y : ": ""}),
     "scores that are scaled once more": Mistake(WRONG, "a slope", {"scale = SCORED ? 1.0f : ": "scale = "}),
@@ -320,7 +347,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no scale of d_k": Mistake(WRONG, "full", {"d_k, 0, D, item, params.scale": "d_k, 0, D, item, 1.0f"}),
     "no scale of d_q": Mistake(
-        WRONG, "full", {"&held[0][lower * 2], params.scale": "&held[0][lower * 2], 1.0f"},
+        WRONG, "full", {"&held[0][lower * 2], launch.backward.params.scale": "&held[0][lower * 2], 1.0f"},
     ),
     # Tables.
     "no wait for a table": Mistake(f"{WRONG}|more often", "a table, d 128", {AWAIT_TABLE: ""}),
@@ -330,7 +357,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a table let go before slopes are known": Mistake(
         WRONG, "a table, a slope, packed",
-        {FREE_TABLE: "", PACK_P: PACK_P + FREE_TABLE_EARLY},
+        {FREE_TABLE: "", FIND_SLOPES: FREE_TABLE_EARLY + FIND_SLOPES},
     ),
     "a table that is not waited for": Mistake(
         f"{WRONG}|more often", "a table, d 128",
@@ -339,7 +366,9 @@ MISTAKES: dict[str, Mistake] = {
     "the table's first keys for all": Mistake(
         WRONG, "a table, d 128", {"+ item.j * TILE_K + part * TABLE_COLUMNS": "+ part * TABLE_COLUMNS"},
     ),
-    "cells of the same queries": Mistake(WRONG, "a table, d 128", {"n * 8 + lane / 16 * 8": "n * 8"}),
+    "cells of the same queries": Mistake(
+        WRONG, "a table, d 128", {"first_query() + n * 8 + lane / 16 * 8": "first_query() + n * 8"},
+    ),
     "cells of the same keys": Mistake(
         WRONG, "a table, d 128", {KEYS_OF_CELLS: KEYS_OF_CELLS.replace(" + lane / 8 % 2 * 8", "")},
     ),
@@ -373,11 +402,17 @@ UNORDERED: dict[str, Mistake] = {
         WRONG, "whole tiles", {"i < 2 * HALF_BYTES / 16; i += 4": "i < HALF_BYTES / 16; i += 4"},
     ),
     "a sum that is stored": Mistake(WRONG, "full", {"ORDERED ? turn_of(at) : 1": "ORDERED ? turn_of(at) : 0"}),
-    "a round that does not go on": Mistake(
-        WRONG, "full",
-        {"                h = last_head - launch.backward.params.group;\n": ""},
+    # Storers are told a step later.
+    "the storer of the step at hand is told": Mistake(
+        "deadlock|more often", "full", {TELL_LATE: TELL_LATE.replace("steps - 1", "steps")},
     ),
-    "a visit too few": Mistake("deadlock", "full", {"if (left == 0) return false;": "if (left <= 1) return false;"}),
+    "no storer is told of the last step": Mistake(
+        "deadlock", "full", {"        if (owes) hand_over(steps - 1);\n": ""},
+    ),
+    "no fence after the last step": Mistake(UNFENCED, "one query tile", {FENCE_D_Q: FENCE_D_Q.split("\n", 1)[1]}),
+    "the last step is owed for ever": Mistake(
+        "deadlock|arrivals|barrier", "one query tile", {"        owes = false;\n": ""},
+    ),
 }  # fmt: skip
 
 

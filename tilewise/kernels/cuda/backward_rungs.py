@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from tilewise.kernels.cuda import wgmma
 from tilewise.kernels.cuda.rungs import PLAIN, RUNGS, SOURCES, UNORDERED, ForwardSm90, Rung, Tiled, parts, up
 from tilewise.spec import Attention, Shape, Tile
@@ -64,8 +66,8 @@ class TiledDKeys(_TiledBackward):
 
 class _BackwardSm90:
     """What the kernels of Hopper's backward pass share. A block has 128 keys, or half of that where heads are wide. It
-    meets 64 queries at a time, or twice that where heads are small and scores are products alone: what a score reads
-    would have no room in registers, and be waited for one by one.
+    meets 64 queries at a time. Where scores are products alone there is room for more in registers, 128 if heads are
+    small, and else 80; what a score reads would have none, and be waited for one by one.
 
     ordered: what key tiles add to d_q is added in their order, so that it has the same bits each time.
     """
@@ -82,8 +84,16 @@ class _BackwardSm90:
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         widest = max(shape.d, shape.d_v)
-        many = widest <= self.SMALL and spec.score is None
-        return Tile(128 if many else 64, 128 if widest <= self.NARROW else 64)
+        if widest > self.NARROW:
+            return Tile(64, 64)
+        if spec.score is not None:
+            return Tile(64, 128)
+        if widest <= self.SMALL:
+            return Tile(128, 128)
+        # A step of 80 takes less than 1.2 times as long as one of 64. Its d_q has 64 columns for each warpgroup. What
+        # looks at arrays before, to skip tiles, has queries by 32.
+        can = parts(shape.d) == 2 and not spec.loaded
+        return Tile(80 if can and 1.2 * _query_tiles(spec, shape, 80) < _query_tiles(spec, shape, 64) else 64, 128)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return tile  # its own: these kernels are not told others
@@ -92,7 +102,7 @@ class _BackwardSm90:
         return 256
 
     def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        return {"SHARED_BYTES": 0, "ORDERED": self.ordered, "S_STAGES": 2 if tile.q == 64 else 1}
+        return {"SHARED_BYTES": 0, "ORDERED": self.ordered, "S_STAGES": 1 if tile.q == 128 else 2}
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
         return {}
@@ -129,12 +139,13 @@ class BackwardProducts(_BackwardSm90):
 
     def _bytes(self, tile: Tile, shape: Shape, places: int) -> int:
         q_parts, v_parts = parts(shape.d), parts(shape.d_v)
-        # Rows of 128 bytes: k, v, d_s, twice q and d_out. Then twice d_q, shift, delta.
-        rows = tile.k * (q_parts + v_parts + places * tile.q // 64) + tile.q * 2 * (q_parts + v_parts)
-        return 128 * rows + 2 * 4 * tile.q * 64 * q_parts + 4 * 4 * tile.q + self.AROUND
+        # Rows of 128 bytes: k, v, d_s, twice q and d_out. Then d_q, twice if there is room, and twice shift, delta.
+        rows = tile.k * (q_parts + v_parts) + tile.q * (2 * places + 2 * (q_parts + v_parts))
+        d_q = 4 * tile.q * 64 * q_parts * (1 if _columns_down(tile) else 2)
+        return 128 * rows + d_q + 4 * 4 * tile.q + self.AROUND
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        half = 64 if tile.q == 128 else parts(shape.d) * 32
+        half = 64 if tile.q % 64 or tile.q == 128 else parts(shape.d) * 32
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, up(shape.d, 16), up(shape.d_v, 16), half})}
 
 
@@ -160,11 +171,16 @@ class BackwardDQuery(_BackwardSm90):
 
     name = "backward_sm90_d_query"
 
+    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
+        turned = 2 * tile.q * 64 * parts(shape.d) if _columns_down(tile) else 0
+        return {**super().constants(tile, shape, cell_bytes), "SHARED_BYTES": turned}
+
 
 class Hoppers:
     """Hopper's backward pass: three kernels, one after the other."""
 
     def __init__(self, ordered: bool) -> None:
+        self.ordered = ordered
         self._first, self._last = BackwardRows(ordered), BackwardDQuery(ordered)
         self._products = {False: BackwardProducts(ordered), True: WideBackwardProducts(ordered)}
 
@@ -179,9 +195,20 @@ class Hoppers:
 
     def workspace(self, spec: Attention, shape: Shape, q_tiles: int) -> dict[str, int]:
         """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
-        rows = q_tiles * self._first.default_tile(spec, shape).q
-        turns = 2 * q_tiles if self._is_wide(shape) else q_tiles
+        tile = self._first.default_tile(spec, shape)
+        rows = q_tiles * tile.q
+        turns = 2 * q_tiles if self._is_wide(shape) or _columns_down(tile) else q_tiles
         return {"rows": 2 * rows, "sums": rows * 64 * _halved(parts(shape.d)), "turns": turns}
+
+
+def _query_tiles(spec: Attention, shape: Shape, size: int) -> int:
+    lengths = np.diff(spec.lengths.q) if spec.lengths is not None else np.array([shape.n_q])
+    return int((-(-lengths // size)).sum())
+
+
+def _columns_down(tile: Tile) -> bool:
+    """Whether d_q is computed columns down, queries across: rows of products come by 64."""
+    return tile.q % 64 != 0
 
 
 def _halved(parts: int) -> int:

@@ -276,11 +276,12 @@ def gathering(sums: View, cells: View, order: View, begins: View) -> tuple[Struc
 
 
 def backward_launch(
-    full: Any, shape: Shape, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes], at_once: int
-) -> Structure:
+    full: Any, shape: Shape, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes], at_once: int,
+    ordered: bool,
+) -> Structure:  # fmt: skip
     """Launch of source/sm90_backward.h around Backward, but for its workspace and its count.
 
-    at: where the tables by query are; at_once: blocks that run.
+    at: where the tables by query are; at_once: blocks that run; ordered: key tiles add to d_q in their order.
     """
     made: Any = structs.aligned(structs.backward_launch_type(len(full.params.arrays)))
     for name, encoded in maps.items():
@@ -290,7 +291,7 @@ def backward_launch(
         at + 4 * place for place in (by_query.sequences_at, by_query.offsets_at, by_query.runs_at)
     )
     made.q_tiles, made.offsets_apart, made.items = by_query.tiles, 1, blocks(shape, by_key, by_key=True)
-    made.section, made.sections = _backward_sections(shape, by_key, at_once)
+    made.section, made.sections = _backward_sections(shape, by_key, at_once, ordered)
     return made  # type: ignore[no-any-return]
 
 
@@ -385,13 +386,16 @@ def _sections(shape: Shape, made: Tables, at_once: int) -> tuple[int, int]:
 _CHAIN = 2.5  # steps from one key tile's addition to a sum until the next tile's may follow, and some to spare
 
 
-def _backward_sections(shape: Shape, by_key: Tables, at_once: int) -> tuple[int, int]:
+def _backward_sections(shape: Shape, by_key: Tables, at_once: int, ordered: bool) -> tuple[int, int]:
     """How many heads take turns, and how many sections there are.
 
-    So many that the cache holds what they read and add to. But key tiles of a head begin one after the other, each when
-    the one before has added to its first sum: heads enough that all blocks are busy nevertheless.
+    One head after the other, whose key tiles read the same queries at about the same time. In order, key tiles of a
+    head begin one after the other, each when the one before has added to its first sum: heads enough that all blocks
+    are busy nevertheless, and so many that the cache holds what they read and add to.
     """
     heads = max(1, shape.heads_k * shape.batch)
+    if not ordered:
+        return 1, heads
     by_cache = _L2_SHARE // max(1, 2 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v))
     by_chain = math.ceil(_CHAIN * at_once / max(1.0, by_key.mean_visits * shape.group))
     section = min(heads, max(1, by_cache, by_chain))

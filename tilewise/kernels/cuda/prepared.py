@@ -195,11 +195,12 @@ def prepare_backward_sm90(
         in_order = [loaded[order.index(i)] for i in range(len(order))]
         described = marshal.backward_maps(views, shape.dtype, tile, source.table, in_order)
         maps = {name: x.encoded() for name, x in described.items()}
-        launch = marshal.backward_launch(full, shape, by_key, by_query, numbers_by_query.data_ptr(), maps, at_once)
+        at = numbers_by_query.data_ptr()
+        launch = marshal.backward_launch(full, shape, by_key, by_query, at, maps, at_once, hoppers.ordered)
         refining = None
         if rung is rungs[1]:  # which follows the plans
-            at = numbers_by_query.data_ptr(), numbers.data_ptr()
-            refining = _backward_refining(spec, shape, tile, launch, by_query, by_key, at, order, device)
+            tables_at = at, numbers.data_ptr()
+            refining = _backward_refining(spec, shape, tile, launch, by_query, by_key, tables_at, order, device)
         inner, kind = type(launch).backward.offset, type(full)
         further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
         further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]

@@ -203,7 +203,7 @@ def _launch_sm90(
         copied = marshal.backward_maps(views, shape.dtype, tile, text.table, loaded)
         maps = {name: bytes(x.simulated()) for name, x in copied.items()}
         at = int(by_query.numbers.ctypes.data)
-        made = marshal.backward_launch(full, shape, by_key, by_query, at, maps, MULTIPROCESSORS)
+        made = marshal.backward_launch(full, shape, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)
         for name, x in space.items():
             setattr(made, name, int(x.ctypes.data))
         _launch(text, made, blocks, order, seed)

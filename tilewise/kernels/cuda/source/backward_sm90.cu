@@ -5,7 +5,7 @@
 //
 // Of the five products of a step, s and d_p are issued together: exponentials run beside d_p. p and d_s stay in registers for
 // d_v and d_k; d_s also goes to shared memory, for d_q needs all keys of it, and both warpgroups meet there, once a step. d_v
-// runs while they do, d_k while d_q is handed over. Nothing is under way when a step ends.
+// runs while they do, d_k while d_q is handed over. No product is under way when a step ends.
 #include "device.h"
 #include "config.h"
 #include "params.h"
@@ -25,7 +25,11 @@ static_assert(Shared::END + 1024 == SHARED_BYTES, "as the host reckons it");
 
 // Of a query tile a warpgroup has all scores of its 64 keys.
 struct Narrow : Scores {
+    // Where no other block waits for it, a storer is told of d_q when both warpgroups meet in the next step: one fence is enough
+    // for d_s and d_q then, and the copy engine reads while products read the least of shared memory. It takes two places.
+    static constexpr bool TELLS_LATE = !ORDERED && HALVES_QUERIES;
     float d_k[DEPTH / 2], d_v[COLUMNS / 2], d_q[HALF / 2];
+    bool owes = false;
 
     using Scores::Scores;
 
@@ -41,8 +45,10 @@ struct Narrow : Scores {
     // A half of d_q: of its queries, or of its columns: a part of k, or half of its only one.
     __device__ __forceinline__ void begin_d_q() {
         const int columns = HALVES_QUERIES ? 0 : number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
-        multiply_d_q<HALF, false>(d_q, hw::anew(d_s_tile()) + (HALVES_QUERIES ? number * 64 * ROW_BYTES : 0),
-                           hw::anew(shared.k()) + columns);
+        const uint32 d_s = hw::anew(d_s_tile()) + (HALVES_QUERIES ? number * 64 * ROW_BYTES : 0);
+        const uint32 k_columns = hw::anew(shared.k()) + columns;
+        if constexpr (COLUMNS_DOWN) multiply_d_q_down<HALF>(d_q, d_s, k_columns);
+        else multiply_d_q<HALF, false>(d_q, d_s, k_columns);
     }
 
     template <bool LAST> __device__ __forceinline__ void step() {
@@ -54,6 +60,7 @@ struct Narrow : Scores {
         add_product<COLUMNS>(d_v, p, shared.d_out(d_out_stage()));
         hw::fence_async();
         hw::barrier_sync(Shared::D_S_WRITTEN, 256);
+        if (TELLS_LATE && owes) tell_of(steps - 1);
         hw::wgmma_fence();
         begin_d_q();
         hw::wgmma_wait<1>();
@@ -63,13 +70,26 @@ struct Narrow : Scores {
         add_product<DEPTH>(d_k, d_s, shared.q(q_stage()));
         hw::wgmma_wait<1>();
         if (S_STAGES == 1) arrive(shared.d_s_free());
-        hand_over(d_q, steps % 2, number, steps / 2 % 2 ^ 1);
+        if (STORES_HALVES) write_d_q(d_q, number, 0, steps % 2 ^ 1);
+        else write_d_q(d_q, steps % 2, number, steps / 2 % 2 ^ 1);
+        if (TELLS_LATE) owes = true;
+        else hand_over(steps);
         hw::wgmma_wait<0>();
         hw::pin(d_s);
         arrive(shared.q_free(q_stage()));
         next_step();
     }
-    __device__ __forceinline__ void finish(const Shared::Item& item) const {
+    __device__ __forceinline__ void tell_of(uint32 step) const {
+        if (STORES_HALVES) tell(number, 0);
+        else tell(step % 2, number);
+    }
+    __device__ __forceinline__ void hand_over(uint32 step) const {
+        hw::fence_async();
+        tell_of(step);
+    }
+    __device__ __forceinline__ void finish(const Shared::Item& item) {
+        if (owes) hand_over(steps - 1);
+        owes = false;
         store(launch.backward.d_k, d_k, 0, D, item, params.scale);
         store(launch.backward.d_v, d_v, 0, D_V, item, 1.0f);
     }

@@ -55,10 +55,15 @@ struct Wide : Scores {
         multiply_d_q<PIECE, true>(d_q, d_s_tile(), half + piece * (PIECE == PART ? TILE_K * ROW_BYTES : PIECE * 2));
     }
     // Two pieces a step: parities are the same each time.
-    __device__ __forceinline__ void hand_over_d_q(int piece) { hand_over(d_q, number, piece, piece ^ 1); }
+    __device__ __forceinline__ void hand_over_d_q(int piece) {
+        write_d_q(d_q, number, piece, piece ^ 1);
+        hw::fence_async();
+        tell(number, piece);
+    }
 
     template <bool LAST> __device__ __forceinline__ void step() {
         find_p();
+        pack_p();
         write(shared.p(), p);
         find_d_s<LAST>();
         write(d_s_tile(), d_s);

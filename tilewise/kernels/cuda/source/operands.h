@@ -22,5 +22,5 @@ __device__ __forceinline__ uint64 swizzled_128(uint32 at, int stride, int leadin
 }
 // The same so many bytes further. Only the lower half changes, and one addition does.
 __device__ __forceinline__ uint64 further(uint64 operand, int bytes) {
-    return (operand & ~uint64(0xffffffff)) | (uint32(operand) + uint32(bytes / 16));
+    return operand + uint32(bytes / 16);
 }

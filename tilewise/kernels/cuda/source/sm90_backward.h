@@ -8,7 +8,7 @@
 constexpr int WARPGROUPS = 2, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 constexpr bool WIDE = TILE_K == 64;
-static_assert(WIDE ? TILE_Q == 64 : TILE_K == 128 && (TILE_Q == 64 || TILE_Q == 128), "as warpgroups share them");
+static_assert(WIDE ? TILE_Q == 64 : TILE_K == 128 && (TILE_Q == 64 || TILE_Q == 80 || TILE_Q == 128), "as warpgroups share them");
 constexpr int QUERIES = WIDE ? TILE_Q / 2 : TILE_Q;  // of which a warpgroup has scores
 
 // Columns are halved, so that three parts count as four: what is beyond the last is 0.
@@ -19,12 +19,17 @@ constexpr int K_BYTES = TILE_K * K_PARTS * ROW_BYTES, V_BYTES = TILE_K * O_PARTS
               S_BYTES = TILE_Q * TILE_K * 2, ROWS_BYTES = TILE_Q * 4;
 constexpr int Q_STAGES = 2, O_STAGES = WIDE ? 1 : 2;
 constexpr int TABLE_TILE_BYTES = USES_TABLE ? TILE_Q * TILE_K * 2 : 0;  // cells of 2 bytes that scores read
-// d_q of a step: a warpgroup has half of it, 64 of 128 queries, or of 64 queries half of the columns. It goes to its sums by
-// halves, or, if heads are wide, by quarters.
-constexpr bool HALVES_QUERIES = TILE_Q == 128;
-constexpr int HALF = HALVES_QUERIES ? K_PARTS * PART : K_PARTS * PART / 2, PIECE = WIDE ? HALF / 2 : HALF;
+// d_q of a step: a warpgroup has half of it, 64 of 128 queries, or of 64 queries half of the columns. Products have rows by 64,
+// so of 80 queries it has 64 columns, which lie down, and queries across. It goes to its sums by halves, or, if heads are wide,
+// by quarters.
+constexpr bool HALVES_QUERIES = TILE_Q == 128, COLUMNS_DOWN = TILE_Q % 64 != 0;
+static_assert(!COLUMNS_DOWN || Q_PARTS == 2, "columns for both");
+constexpr int HALF = COLUMNS_DOWN ? TILE_Q : HALVES_QUERIES ? K_PARTS * PART : K_PARTS * PART / 2;
+constexpr int PIECES = COLUMNS_DOWN ? 1 : 2, PIECE = WIDE ? HALF / 2 : HALF;  // that a storer takes at a time
 constexpr int HALF_BYTES = 64 * HALF * 4, PIECE_BYTES = 64 * PIECE * 4;
-constexpr int TURNS = WIDE ? 2 : 1;  // of each query tile: halves of wide heads have their own
+// Storers have a half of every step each, in one place, or both halves of every second step, where there is room for that.
+constexpr bool STORES_HALVES = WIDE || COLUMNS_DOWN;
+constexpr int TURNS = STORES_HALVES ? 2 : 1;  // of each query tile: halves have their own
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Launch {  // as in ../structs.py
@@ -47,46 +52,16 @@ __device__ __forceinline__ int64 tile_of(const Launch& launch, int b, int h, int
 }
 
 // The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
-// same way, so that each comes to a query tile after those before it did. Where there is no order, each begins elsewhere and
-// goes round, so that they do not add to the same sums at the same time.
+// same way, so that each comes to a query tile after those before it did.
 struct Visits {
     const Launch& launch;
     int sequence, b, j, h, last_head;
     int run, first_run, tile, first, kind;
-    int left;  // visits, where they go round
 
     __device__ __forceinline__ Visits(const Launch& launch, int sequence, int b, int hk, int j)
         : launch(launch), sequence(sequence), b(b), j(j), h(hk * launch.backward.params.group - 1),
-          last_head(h + launch.backward.params.group), run(0), first_run(0), tile(0), first(0), kind(EMPTY), left(0) {
-        if (!ORDERED) begin_elsewhere();
-    }
+          last_head(h + launch.backward.params.group), run(0), first_run(0), tile(0), first(0), kind(EMPTY) {}
     __device__ __forceinline__ bool next() {
-        if (!ORDERED) {
-            if (left == 0) return false;
-            left--;
-            if (!follow()) {
-                h = last_head - launch.backward.params.group;
-                follow();
-            }
-            return true;
-        }
-        return follow();
-    }
-    // Key tiles that are next to each other begin at query tiles that are.
-    __device__ __forceinline__ void begin_elsewhere() {
-        while (follow()) {
-            left += tile + 1 - first;
-            tile = first;
-        }
-        h = last_head - launch.backward.params.group;
-        int skipped = left > 0 ? j * (TILE_K / TILE_Q) % left : 0;
-        while (skipped > 0 && follow()) {
-            const int taken = min(skipped - 1, tile - first);
-            tile -= taken;
-            skipped -= taken + 1;
-        }
-    }
-    __device__ __forceinline__ bool follow() {
         while (tile == first) {
             while (run == first_run) {
                 if (h == last_head) return false;
@@ -121,7 +96,6 @@ struct Visits {
 };
 
 __device__ __forceinline__ int count_of(Visits at) {
-    if (!ORDERED) return at.left;
     int count = 0;
     while (at.next()) {
         count += at.tile + 1 - at.first;
@@ -147,7 +121,7 @@ struct Shared {
 
     static constexpr int V = K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES,
                          D_S = D_OUT + O_STAGES * O_BYTES, P = D_S + S_STAGES * S_BYTES, D_Q = P + (WIDE ? S_BYTES : 0),
-                         TABLE = D_Q + (WIDE ? 2 : 4) * PIECE_BYTES, SHIFT = TABLE + TABLE_TILE_BYTES, DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
+                         TABLE = D_Q + (STORES_HALVES ? 2 : 4) * PIECE_BYTES, SHIFT = TABLE + TABLE_TILE_BYTES, DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
                          BARRIERS = DELTA + O_STAGES * ROWS_BYTES, ITEM = BARRIERS + 192, MEETING = ITEM + 64,
                          ADDITION = MEETING + 64, END = BARRIERS + 384;
 
@@ -163,7 +137,7 @@ struct Shared {
     __device__ __forceinline__ uint32 d_s(int stage) const { return base + D_S + stage * S_BYTES; }
     __device__ __forceinline__ uint32 p() const { return base + P; }
     __device__ __forceinline__ uint32 d_q(int storer, int piece) const {
-        return base + D_Q + (WIDE ? storer : storer * 2 + piece) * PIECE_BYTES;
+        return base + D_Q + (STORES_HALVES ? storer : storer * 2 + piece) * PIECE_BYTES;
     }
     __device__ __forceinline__ uint32 table() const { return base + TABLE; }
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }

@@ -16,9 +16,10 @@ struct Scores {
     float s[QUERIES / 2], d_p[QUERIES / 2];
     float plain[variant::HAS_SLOPE ? QUERIES / 2 : 1];  // scores as they were, for their slopes
     uint32 p[QUERIES / 16][4], d_s[QUERIES / 16][4];  // narrowed, as products take them from registers
-    // Of groups of eight queries: whose exponents are known ahead, and whose exponentials do not wait for d_p. Of 64 queries
-    // there are too few of them for it to pay.
-    static constexpr int AHEAD = QUERIES == 128 ? 8 : 0, SOONER = QUERIES == 128 ? 8 : QUERIES / 8;
+    // Of groups of eight queries: whose shifts are read ahead, and whose exponentials do not wait for d_p; the others' run beside
+    // what makes d_s of it. How many is found by trying: registers have room for few.
+    static constexpr int AHEAD = QUERIES == 128 ? 8 : QUERIES == 64 ? 4 : 0;
+    static constexpr int SOONER = QUERIES == 128 ? 6 : QUERIES > 32 ? 4 : QUERIES / 8;
     float2 shifts[AHEAD + 1];
     bool is_partial = false;  // the query tile at hand
 
@@ -61,6 +62,7 @@ struct Scores {
         hw::wgmma_fence();
         multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));
         is_partial = shared.meeting(q_stage()).kind == PARTIAL;
+        if (QUERIES == 64) read_ahead();
         hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);
         if (WIDE) clear_to_delta();
         hw::wgmma_fence();
@@ -142,20 +144,20 @@ struct Scores {
     }
     // lse is subtracted first: as a power of 2 it would be rounded, by much where scores are large. Nor may products be added
     // to it: it is of scores that were rounded as these are.
-    template <int FROM, int TO> __device__ __forceinline__ void exponentiate() {
+    __device__ __forceinline__ void exponentiate(int k) {
         const float scale = SCORED ? 1.0f : params.scale;
 #pragma unroll
-        for (int n = FROM; n < TO; n++) {
+        for (int n = 2 * k; n < 2 * k + 2; n++) {
             const float2 shift = n < AHEAD ? shifts[n] : two_of(shared.shift(q_stage()), n);
 #pragma unroll
             for (int i = n * 4; i < n * 4 + 4; i++)
                 s[i] = exp2_approximate(LOG2_E * fmaf(s[i], scale, i % 2 ? shift.y : shift.x));
         }
     }
-    // d_s takes the place of s. Wide heads' d_p has delta subtracted.
-    __device__ __forceinline__ void weigh() {
+    // d_s takes the place of s, of 16 queries. Wide heads' d_p has delta subtracted.
+    __device__ __forceinline__ void weigh(int k) {
 #pragma unroll
-        for (int n = 0; n < QUERIES / 8; n++) {
+        for (int n = 2 * k; n < 2 * k + 2; n++) {
             const float2 delta = two_of(shared.delta(d_out_stage()), n);
 #pragma unroll
             for (int i = n * 4; i < n * 4 + 4; i++) s[i] *= WIDE ? d_p[i] : d_p[i] + (i % 2 ? delta.y : delta.x);
@@ -168,21 +170,24 @@ struct Scores {
                 if (s[i] != 0) s[i] *= variant::slope(params, head, row, key, near, plain[i]);
             });
     }
-    // s, narrowed.
-    __device__ __forceinline__ void pack(uint32 (&to)[QUERIES / 16][4]) const {
+    // s of 16 queries, narrowed.
+    __device__ __forceinline__ void pack(uint32 (&to)[4], int k) const {
 #pragma unroll
-        for (int i = 0; i < QUERIES / 4; i++) to[i / 4][i % 4] = hw::packed<Element>(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < 4; i++) to[i] = hw::packed<Element>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
     }
-    // Before they are needed: products keep shared memory busy, and it answers late.
+    __device__ __forceinline__ void pack_p() {
+#pragma unroll
+        for (int k = 0; k < QUERIES / 16; k++) pack(p[k], k);
+    }
+    // Before they are needed: shared memory answers after all products that were issued before.
     __device__ __forceinline__ void read_ahead() {
 #pragma unroll
         for (int n = 0; n < AHEAD; n++) shifts[n] = two_of(shared.shift(q_stage()), n);
     }
-    // p, while d_p is multiplied, or a half of it: the other half's exponentials, whose unit is slow, then run beside what makes
-    // d_s of d_p.
+    // p of the first queries, while d_p is multiplied.
     __device__ __forceinline__ void find_p() {
         begin_s_and_d_p();
-        read_ahead();
+        if (QUERIES == 128) read_ahead();
         hw::wgmma_wait<1>();
         hw::pin(s);
         if (variant::HAS_SLOPE)
@@ -190,22 +195,30 @@ struct Scores {
             for (int i = 0; i < QUERIES / 2; i++) plain[i] = s[i] * params.scale;
         if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), steps % 2);
         score();
-        exponentiate<0, SOONER>();
-        if (SOONER == QUERIES / 8) pack(p);
+#pragma unroll
+        for (int k = 0; k < SOONER / 2; k++) exponentiate(k);
     }
     template <bool LAST> __device__ __forceinline__ void find_d_s() {
         hw::wgmma_wait_in_place<0>(launch.items > 0);
         hw::pin(d_p);
         if (LAST) arrive(shared.v_free());
-        exponentiate<SOONER, QUERIES / 8>();
-        if (SOONER < QUERIES / 8) pack(p);
-        weigh();
-        multiply_by_slopes();
+        // 16 queries at a time: what is narrowed frees registers.
+#pragma unroll
+        for (int k = 0; k < QUERIES / 16; k++) {
+            if (k >= SOONER / 2) exponentiate(k);
+            if (!WIDE) pack(p[k], k);
+            weigh(k);
+            if (!variant::HAS_SLOPE) pack(d_s[k], k);
+        }
+        if (variant::HAS_SLOPE) {
+            multiply_by_slopes();
+#pragma unroll
+            for (int k = 0; k < QUERIES / 16; k++) pack(d_s[k], k);
+        }
         if (USES_TABLE) {
             __syncwarp();  // all lanes have read their cells
             arrive(shared.table_free());
         }
-        pack(d_s);
     }
     // To shared memory, queries down, as d_q takes it; 16 x 16 numbers of a warp at a time.
     __device__ __forceinline__ void write_turned(uint32 tile, const uint32 (&from)[QUERIES / 16][4]) const {
@@ -229,15 +242,27 @@ struct Scores {
         }
         hw::wgmma_commit();
     }
-    // To a storer, a piece of its own, when it has stored the one before; parity: of that.
-    template <int N> __device__ __forceinline__ void hand_over(float (&d_q)[N], int storer, int piece, int parity) const {
+    // The same as d_q.T = k.T @ d_s: of 64 columns all queries.
+    template <int N> __device__ __forceinline__ void multiply_d_q_down(float (&to)[N / 2], uint32 d_s, uint32 k_columns) const {
+        const uint64 a_at = swizzled_128(k_columns, 8 * ROW_BYTES, 16), b_at = swizzled_128(d_s, 8 * ROW_BYTES, 16);
+#pragma unroll
+        for (int k = 0; k < TILE_K / 16; k++) {
+            const uint64 a = further(a_at, k * 16 * ROW_BYTES), b = further(b_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32);
+            if (k == 0) hw::wgmma<N, false, true>(to, a, b);
+            else hw::wgmma<N, true, true>(to, a, b);
+        }
+        hw::wgmma_commit();
+    }
+    // To a storer, a piece of its own, when it has stored the one before; parity: of that. Then it is told.
+    template <int N> __device__ __forceinline__ void write_d_q(float (&d_q)[N], int storer, int piece, int parity) const {
         hw::pin(d_q);
         hw::mbarrier_wait(shared.d_q_free(storer), parity);
         unsigned char* const to = shared.memory + (shared.d_q(storer, piece) - shared.base) + threadIdx.x % 128 * 16;
 #pragma unroll
         for (int n = 0; n < N / 4; n++)
             *reinterpret_cast<float4*>(to + n * 2048) = make_float4(d_q[n * 4], d_q[n * 4 + 1], d_q[n * 4 + 2], d_q[n * 4 + 3]);
-        hw::fence_async();
+    }
+    __device__ __forceinline__ void tell(int storer, int piece) const {
         hw::barrier_arrive(Shared::d_q_written(storer, piece), 160);
     }
 

@@ -170,7 +170,7 @@ struct Loader {
 };
 
 // Two warps add d_q to the sums, each from a place of its own. One has even steps, the other odd ones: while one waits until it
-// is this key tile's turn, if they have any, or for the copy engine, the other's work goes on. If heads are wide, each has a
+// is this key tile's turn, if they have any, or for the copy engine, the other's work goes on. Where tiles are large, each has a
 // half of every step, and its place is for a piece at a time. The first key tile of a query tile need not add. Who owes others
 // a turn waits for nothing but the copy engine.
 struct Storer {
@@ -183,7 +183,7 @@ struct Storer {
         : launch(launch), shared(shared), number(number), leads(threadIdx.x % 32 == 0) {}
 
     __device__ __forceinline__ void run() const {
-        uint32 step = WIDE ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
+        uint32 step = STORES_HALVES ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
         for (uint32 items = 0;; items++) {
             wait_together(shared.item_full(items % 2), items / 2 % 2);
             const int j = shared.item(items % 2).j;
@@ -191,26 +191,26 @@ struct Storer {
             if (j < 0) return;
             __syncwarp();  // all lanes have read the item
             if (leads) hw::mbarrier_arrive(shared.item_free(items % 2));
-            for (; int(steps - step) > 0; step += WIDE ? 1 : 2) add(step);
+            for (; int(steps - step) > 0; step += STORES_HALVES ? 1 : 2) add(step);
         }
     }
     __device__ __forceinline__ void add(uint32 step) const {
-        const int stage = WIDE ? 0 : number;
+        const int stage = step % O_STAGES;
         wait_together(shared.d_out_full(stage), step / O_STAGES % 2);
-        int64 tile = 0;  // or, if heads are wide, half of one
+        int64 tile = 0;  // or half of one
         int turn = 0;
         if (leads) {
-            tile = shared.addition(stage).tile * TURNS + (WIDE ? number : 0);
+            tile = shared.addition(stage).tile * TURNS + (STORES_HALVES ? number : 0);
             turn = shared.addition(stage).turn;
             hw::mbarrier_arrive(shared.d_out_free(stage));
             if (ORDERED) take(launch.turns + tile, turn);
         }
         __syncwarp();
-        for (int piece = 0; piece < 2; piece++) {
+        for (int piece = 0; piece < PIECES; piece++) {
             hw::barrier_sync(Shared::d_q_written(number, piece), 160);
             if (leads) {
-                add_piece(launch.sums + (tile * 2 + piece) * (PIECE_BYTES / 4), shared.d_q(number, piece), turn == 0);
-                if (WIDE || piece == 1) let_go();
+                add_piece(launch.sums + (tile * PIECES + piece) * (PIECE_BYTES / 4), shared.d_q(number, piece), turn == 0);
+                if (STORES_HALVES || piece == PIECES - 1) let_go();
             }
             __syncwarp();
         }
