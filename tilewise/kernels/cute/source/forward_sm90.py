@@ -166,6 +166,7 @@ def consume(
     # 1 load q
     q_consumer.wait_and_advance()
     # for each kv tile of the schedule:
+    held = (q, k, v, s, acc, p, narrow, at, rows, v_tile, thread, number, qk, pv, work, arrays, scale, build)
     if work.first_run < work.last_run:
         pass_first_turn(number, build)
         # The first tile: no product of its weights is under way yet.
@@ -185,39 +186,20 @@ def consume(
 
         first_key = tile * build.tile.k  # of the tile that p has the weights of
         for run in cutlass.range(work.first_run, work.last_run, unroll=1):
-            first_tile, last_tile, kind = runs[run, 0], runs[run, 1], runs[run, 2]
+            first_tile, last_tile = runs[run, 0], runs[run, 1]
             if run == work.first_run:
                 first_tile = first_tile + 1
-            for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                # 2 s = q @ k.T, and the product of the tile before
-                place = k_consumer.wait_and_advance()
-                place_v = v_consumer.wait_and_advance()
-                if cutlass.const_expr(build.packed):
-                    clear_rows(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
-                take_turn(number, build)
-                warpgroup.fence()
-                multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
-                multiply(pv, acc, p, v[None, None, None, place_v.index], True)
-                pass_turn(number, build)
-                warpgroup.wait_group(1)
-                place.release()
-                first_key = tile * build.tile.k
-
-                # 3 score
-                score(s, at, first_key, work, arrays, scale, build)
-
-                # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
-                if kind == PARTIAL:
-                    mask(s, at, first_key, work, arrays, build)
-
-                # 5 row_max, rescale, p, row_sum
-                rescale = online_softmax(rows, s)
-                warpgroup.wait_group(0)
-                place_v.release()
-
-                # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
-                multiply_rows(acc, rescale)
-                narrow.store(s.load().to(element))
+            # A loop for each kind: in one for both every tile would go through the mask's selections.
+            if runs[run, 2] == PARTIAL:
+                for tile in cutlass.range(first_tile, last_tile, unroll=1):
+                    place, place_v = k_consumer.wait_and_advance(), v_consumer.wait_and_advance()
+                    step(place, place_v, tile, first_key, True, *held)
+                    first_key = tile * build.tile.k
+            else:
+                for tile in cutlass.range(first_tile, last_tile, unroll=1):
+                    place, place_v = k_consumer.wait_and_advance(), v_consumer.wait_and_advance()
+                    step(place, place_v, tile, first_key, False, *held)
+                    first_key = tile * build.tile.k
         place_v = v_consumer.wait_and_advance()
         if cutlass.const_expr(build.packed):
             clear_rows(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
@@ -235,6 +217,39 @@ def consume(
             lse[b, h, work.q_begin + query] = done[row]
     out_rows = matrix(out, b, h, work.q_begin + work.first)
     store(acc, out_rows, work.n_q - work.first, pv[0], thread, (build.tile.q, build.columns))
+
+
+def step(
+    place, place_v, tile, previous_key, masked, q, k, v, s, acc, p, narrow, at, rows, v_tile, thread, number, qk, pv, work,
+    arrays, scale, build,
+):  # fmt: skip
+    # 2 s = q @ k.T, and the product of the tile before
+    if build.packed:
+        clear_rows(v_tile[None, None, place_v.index], work.n_k - previous_key, thread, build.tile.q)
+    take_turn(number, build)
+    warpgroup.fence()
+    multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
+    multiply(pv, acc, p, v[None, None, None, place_v.index], True)
+    pass_turn(number, build)
+    warpgroup.wait_group(1)
+    place.release()
+    first_key = tile * build.tile.k
+
+    # 3 score
+    score(s, at, first_key, work, arrays, scale, build)
+
+    # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
+    if masked:
+        mask(s, at, first_key, work, arrays, build)
+
+    # 5 row_max, rescale, p, row_sum
+    rescale = online_softmax(rows, s)
+    warpgroup.wait_group(0)
+    place_v.release()
+
+    # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
+    multiply_rows(acc, rescale)
+    narrow.store(s.load().to(narrow.element_type))
 
 
 def multiply(product, acc, a, b, adds):
