@@ -84,12 +84,12 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     source: ModuleType = import_module(f"{__package__}.source.{kernel.source}")
     build = SimpleNamespace(**vars(kernel), variant=modules.module(kernel.functions))
     loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (_fake("float32", 1),)
-    w_o = [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
+    more = _of_items() if kernel.persistent else [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
     given = _GIVEN.get(kernel.source, _of_forward)(kernel)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--enable-tvm-ffi --gpu-arch={arch}"
     try:
-        made = cute.compile(source.launch, *given, loaded, Float32(1.0), *w_o, build, stream, options=options)
+        made = cute.compile(source.launch, *given, loaded, Float32(1.0), *more, build, stream, options=options)
     except Exception as error:  # of the DSL there are many kinds; the words are what counts
         raise CompileError(f"CuTe's compiler cannot compile {kernel} for {arch}:\n{error}") from error
     with tempfile.TemporaryDirectory() as folder:
@@ -122,6 +122,13 @@ def _of_backward_twice(kernel: Wanted) -> list[Any]:
 
 
 _GIVEN = {"backward_sm90": _of_backward, "backward_sm90_twice": _of_backward_twice}  # to others, as to forward
+
+
+def _of_items() -> list[Any]:
+    """Which is next, how many blocks there are, and the order."""
+    from cutlass import Int32
+
+    return [_fake("int32", 1), *(Int32(1) for _ in range(3))]
 
 
 def _fake_plan() -> list[Any]:

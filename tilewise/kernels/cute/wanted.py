@@ -32,6 +32,7 @@ class Wanted:
     packed: bool  # sequences lie one behind the other
     loaded: tuple[tuple[str, int], ...]  # the type and the rank of each array that the variant reads
     functions: str  # the variant's, as Python
+    persistent: bool = False  # blocks take one query tile after the other
     by_key: Tile | None = None  # by which a second kernel of the same library goes, key tile by key tile
     heads: int = 0  # whose results are multiplied by w_o before they are stored; 0: results are stored as they are
 
@@ -54,7 +55,8 @@ def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -
         vector=16 // itemsize(shape.dtype) if aligned else 1,
         raw=spec.raw_scores and rung.scaling == "scores", scaling=rung.scaling,
         has_sinks=spec.sinks is not None and by_key is None, packed=spec.lengths is not None,
-        loaded=loaded, functions=modules.text(spec, has_slope=by_key is not None), by_key=by_key,
+        loaded=loaded, functions=modules.text(spec, has_slope=by_key is not None), persistent=rung.persistent,
+        by_key=by_key,
     )  # fmt: skip
 
 

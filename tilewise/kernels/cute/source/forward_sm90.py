@@ -1,28 +1,65 @@
 """Hopper's own way: a producer warp keeps the copy engine (TMA) busy with tiles of q, k and v; consumer warpgroups,
-each with 64 queries of the tile, multiply them with wgmma and do the softmax in between.
+each with 64 queries of the tile, multiply them with wgmma and do the softmax in between. A block takes one query tile
+after the other, and the next tile's first product runs beside the last one's last.
 
 The products of a step run while the exponentials of the step before are taken: s of one key tile is issued together
-with acc += p @ v of the tile before it. Where heads are large, one warpgroup multiplies while the other takes
-exponentials.
+with acc += p @ v of the tile before it. With two warpgroups one multiplies while the other takes exponentials.
+
+Key tiles are taken from the last to the first: a causal row meets its masked tiles, and its nearest keys, first. From
+there on no mask is needed, and the softmax is speculative: speculation.py.
 """
+
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
+from tilewise.kernels.cute.source import basic
+from tilewise.kernels.cute.source.items import (
+    BATCH,
+    PLACES,
+    WORDS,
+    Order,
+    run_of_item,
+    schedule,
+    wait_for_item,
+    work_of_item,
+)
+from tilewise.kernels.cute.source.rings import (
+    advance,
+    barriers,
+    begin,
+    copy_to_place,
+    filling,
+    free,
+    free_place,
+    reading,
+    wait_until_free,
+    wait_until_full,
+)
+from tilewise.kernels.cute.source.speculation import (
+    FINITE_SUM,
+    PATIENCE,
+    any_above,
+    begin_rows,
+    exact,
+    safe_sum,
+    speculate,
+    tame,
+)
 from tilewise.kernels.cute.source.tiles import (
     PARTIAL,
+    Rows,
     binary,
     finish,
     mask,
     matrix,
     multiply_rows,
-    online_softmax,
     rows_of,
     score,
-    work_of,
 )
 from tilewise.kernels.cute.source.vocabulary import (
     WARPGROUP,
@@ -30,46 +67,58 @@ from tilewise.kernels.cute.source.vocabulary import (
     consumers_meet,
     copy_engine,
     operand_of_product,
+    pin,
+    product,
     products_sm90,
-    role_of,
-    stages,
+    store_in_quads,
     swizzled_tiles,
+    wait_in_place,
 )
 
-SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those that are for barriers
+SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those for barriers and items
 MOST_STAGES = 4
 TURNS = 2  # the first of the barriers by which warpgroups take turns
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of a thread
+REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that produces and one that consumes, by warpgroups that do
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # the same where a single warp produces, for two warpgroups
 
 
-def stages_of(build, element):
-    """As many as shared memory has room for."""
-    q_bytes = build.tile.q * build.depth * element.width // 8
-    stage_bytes = build.tile.k * (build.depth + build.columns) * element.width // 8
-    return min((SHARED - AROUND - q_bytes) // stage_bytes, MOST_STAGES)
+class Room(NamedTuple):
+    """How many places there are in shared memory."""
+
+    q: int
+    kv: int
+
+
+def room_of(build, element):
+    """Two places for q, so that the next item's is there in time, if k and v have two nevertheless."""
+    size = element.width // 8
+    q_bytes, stage_bytes = build.tile.q * build.depth * size, build.tile.k * (build.depth + build.columns) * size
+    q_places = 2 if SHARED - AROUND - 2 * q_bytes >= 2 * stage_bytes else 1
+    return Room(q_places, min((SHARED - AROUND - q_places * q_bytes) // stage_bytes, MOST_STAGES))
 
 
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
     records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple, scale: Float32,
+    next_item: cute.Tensor, blocks: Int32, section: Int32, sections: Int32,
     build: cutlass.Constexpr, stream,
 ):  # fmt: skip
-    """q, k, v, out: (batch, heads, n, d); lse: (batch, heads, n). A block a query tile, as records has them."""
+    """q, k, v, out: (batch, heads, n, d); lse: (batch, heads, n). blocks: as many as run at once, at most one a query
+    tile, of which records has one each; the rest is items.Order."""
     element, tile = q.element_type, build.tile
-    q_tiles = swizzled_tiles(element, tile.q, build.depth, 1)
-    k_tiles = swizzled_tiles(element, tile.k, build.depth, stages_of(build, element))
-    v_tiles = swizzled_tiles(element, tile.k, build.columns, stages_of(build, element), transposed=True)
+    room = room_of(build, element)
+    q_tiles = swizzled_tiles(element, tile.q, build.depth, room.q)
+    k_tiles = swizzled_tiles(element, tile.k, build.depth, room.kv)
+    v_tiles = swizzled_tiles(element, tile.k, build.columns, room.kv, transposed=True)
     q_map, q_rows = copy_engine(q, q_tiles)
     k_map, k_rows = copy_engine(k, k_tiles)
     v_map, v_rows = copy_engine(v, v_tiles, transposed=True)
-    batch, heads, count = records.shape[0], records.shape[1], records.shape[2]
     attention(
         q_map, k_map, v_map, q_rows, k_rows, v_rows, q_tiles, k_tiles, v_tiles, out, lse, records, runs, sinks, arrays,
-        scale, q.shape[1] // k.shape[1], build,
+        scale, q.shape[1] // k.shape[1], next_item, section, sections, build,
     ).launch(
-        grid=(count, heads, batch), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1,
-        stream=stream,
+        grid=(blocks, 1, 1), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream,
     )  # fmt: skip
 
 
@@ -79,58 +128,98 @@ def attention(
     q_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor,
     q_tiles: cute.ComposedLayout, k_tiles: cute.ComposedLayout, v_tiles: cute.ComposedLayout,
     out: cute.Tensor, lse: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple,
-    scale: Float32, group: cutlass.Int32, build: cutlass.Constexpr,
+    scale: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32, build: cutlass.Constexpr,
 ):  # fmt: skip
-    number, h, b = cute.arch.block_idx()
     element, consumers = out.element_type, build.tile.q // 64
+    warps, (produces, consumes) = 4 * consumers, REGISTERS[consumers]
 
     memory = SmemAllocator()
     q_tile, k_tile, v_tile = (
         memory.allocate_tensor(element, layout.outer, 1024, layout.inner) for layout in (q_tiles, k_tiles, v_tiles)
     )
-    q_stages = stages(q_tile, consumers)
-    k_stages = stages(k_tile, consumers)
-    v_stages = stages(v_tile, consumers)
+    items = memory.allocate_tensor(Int32, cute.make_layout((WORDS, PLACES)), 16)
+    of_q, of_k, of_v = (barriers(memory, cute.size(x, mode=[2]), 1, warps) for x in (q_tile, k_tile, v_tile))
+    of_items, of_begun = barriers(memory, PLACES, 32, warps + 1), barriers(memory, 1, 1, 1)
+    if cute.arch.thread_idx()[0] == 0:
+        begin(of_q, of_k, of_v, of_items, of_begun)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
 
-    warpgroup_number, is_producer = role_of()
+    warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    warpgroup_number = warp_number // 4
     if warpgroup_number == 0:
-        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        if is_producer:
-            work = work_of(records, number, b, h, group)
-            hk = work.place.hk
-            produce(q_map, q_rows[None, None, h, b], q_tile, q_stages, k_map, k_rows[None, None, hk, b], k_tile,
-                    k_stages, v_map, v_rows[None, None, hk, b], v_tile, v_stages, work, runs, build)  # fmt: skip
+        cute.arch.setmaxregister_decrease(produces)
+        if warp_number == 0:
+            load(
+                Arrays(q_map, q_rows, q_tile, filling(of_q[0])), Arrays(k_map, k_rows, k_tile, filling(of_k[0])),
+                Arrays(v_map, v_rows, v_tile, filling(of_v[0])), items, reading(of_items[0]), of_begun[0], runs, group,
+                build,
+            )  # fmt: skip
+        if warp_number == 1:
+            order = Order(next_item, section, sections)
+            schedule(items, filling(of_items[0]), reading(of_begun[0]), records, runs, order)
     else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        work = work_of(records, number, b, h, group)
-        consume(q_tile, k_tile, v_tile, q_stages, k_stages, v_stages, warpgroup_number - 1, work, runs, b, h,
-                out, lse, sinks, arrays, scale, build)  # fmt: skip
+        cute.arch.setmaxregister_increase(consumes)
+        rings = Rings(*(reading(x[0]) for x in (of_q, of_k, of_v, of_items)))
+        consumer = consumer_of(q_tile, k_tile, v_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale, build)
+        consume(consumer, out, lse, sinks)
+
+
+# -- the producer -----------------------------------------------------------------------------------------------------
+
+
+class Arrays(NamedTuple):
+    """An array in the copy engine's coordinates, and where its tiles go."""
+
+    map: cute.CopyAtom
+    rows: cute.Tensor
+    places: cute.Tensor
+    ring: Any
 
 
 @cute.jit
-def produce(
-    q_map, q_rows, q_tile, q_stages, k_map, k_rows, k_tile, k_stages, v_map, v_rows, v_tile, v_stages, work, runs,
-    build: cutlass.Constexpr,
-):  # fmt: skip
-    """One warp: tiles come as soon as there is a place for them."""
-    q_rows = cute.domain_offset((work.q_begin + work.first, 0), q_rows)
-    k_rows = cute.domain_offset((work.k_begin, 0), k_rows)
-    v_rows = cute.domain_offset((0, work.k_begin), v_rows)
-    q_from, q_to = parts(q_map, q_rows, q_tile, (build.tile.q, build.depth), (None, 0))
-    k_from, k_to = parts(k_map, k_rows, k_tile, (build.tile.k, build.depth), (None, 0))
-    v_from, v_to = parts(v_map, v_rows, v_tile, (build.columns, build.tile.k), (0, None))
-    q_producer, k_producer, v_producer = (x.make_producer() for x in (q_stages, k_stages, v_stages))
+def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr):
+    """One warp: tiles come as soon as there is a place for them. A tile's v comes after the next one's k, as consumers
+    need it a step later."""
+    next_v = cute.make_rmem_tensor((4,), Int32)  # its tile, where its sequence begins, its head and batch index
+    next_v[0] = Int32(-1)
+    n_runs = wait_for_item(items, item_ring)
+    while n_runs > 0:
+        stage = item_ring.stage[0]
+        work, b = work_of_item(items, stage, group), items[BATCH, stage]
+        # 1 load q
+        wait_until_free(q.ring)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(begun.first)
+        copy_rows(q, 0, work.q_begin + work.first, work.place.h, b, (build.tile.q, build.depth))
+        # for each kv tile of the schedule:
+        for i in cutlass.range(n_runs, unroll=1):
+            first, last, _ = run_of_item(items, stage, runs, n_runs - 1 - i)
+            for j in cutlass.range(last - first, unroll=1):
+                tile = last - 1 - j
+                wait_until_free(k.ring)
+                copy_rows(k, tile, work.k_begin, work.place.hk, b, (build.tile.k, build.depth))
+                if next_v[0] >= 0:
+                    load_v(v, next_v, build)
+                next_v[0], next_v[1], next_v[2], next_v[3] = tile, work.k_begin, work.place.hk, b
+        free(item_ring)
+        n_runs = wait_for_item(items, item_ring)
+    load_v(v, next_v, build)
 
-    # 1 load q
-    place = q_producer.acquire_and_advance()
-    cute.copy(q_map, q_from[None, 0], q_to[None, place.index], tma_bar_ptr=place.barrier)
-    # for each kv tile of the schedule:
-    for run in cutlass.range(work.first_run, work.last_run, unroll=1):
-        for tile in cutlass.range(runs[run, 0], runs[run, 1], unroll=1):
-            place = k_producer.acquire_and_advance()
-            cute.copy(k_map, k_from[None, tile], k_to[None, place.index], tma_bar_ptr=place.barrier)
-            place = v_producer.acquire_and_advance()
-            cute.copy(v_map, v_from[None, tile], v_to[None, place.index], tma_bar_ptr=place.barrier)
+
+def load_v(v, next_v, build):
+    wait_until_free(v.ring)
+    tile, begins, hk, b = (next_v[i] for i in range(4))
+    copy_rows(v, tile, begins, hk, b, (build.columns, build.tile.k), transposed=True)
+
+
+def copy_rows(array, tile, begins, h, b, size, transposed=False):
+    """The tile of that number, from a row on, to the next place."""
+    offset, which = ((0, begins), (0, tile)) if transposed else ((begins, 0), (tile, 0))
+    rows = cute.domain_offset(offset, array.rows[None, None, h, b])
+    from_, to = parts(array.map, rows, array.places, size, which)
+    size_in_bytes = cute.size_in_bytes(array.places.element_type, cute.select(array.places.layout, [0, 1]))
+    copy_to_place(array.ring, array.map, from_, to[None, array.ring.stage[0]], size_in_bytes)
 
 
 def parts(map_, rows, tile, size, which):
@@ -142,114 +231,247 @@ def parts(map_, rows, tile, size, which):
     return from_, to
 
 
-@cute.jit
-def consume(
-    q_tile, k_tile, v_tile, q_stages, k_stages, v_stages, number, work, runs, b, h, out, lse, sinks, arrays, scale,
-    build: cutlass.Constexpr,
-):  # fmt: skip
+# -- consumers --------------------------------------------------------------------------------------------------------
+
+
+class Rings(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    items: Any
+
+
+class Consumer(NamedTuple):
     """A warpgroup: 64 rows of the query tile, of which a thread has two (and shares them with its quad)."""
+
+    number: Int32
+    thread: Int32  # of all that consume
+    q_tile: cute.Tensor
+    k_tile: cute.Tensor
+    v_tile: cute.Tensor
+    rings: Rings
+    items: cute.Tensor
+    runs: cute.Tensor
+    group: Int32
+    arrays: tuple
+    scale: Float32
+    build: Any
+    qk: tuple  # products: that which forgets the result before, and that which adds to it
+    pv: tuple
+    q: cute.Tensor  # operands in shared memory
+    k: cute.Tensor
+    v: cute.Tensor
+    s: cute.Tensor
+    acc: cute.Tensor
+    p: cute.Tensor
+    narrow: cute.Tensor  # the same registers, in the order of s
+    at: cute.Tensor  # where in the tile each score is
+    rows: Rows
+    rows_left: cute.Tensor  # of the sequence, from the thread's first row on
+    keys_left: cute.Tensor  # from the first key on of the tile that p has the weights of
+
+
+def consumer_of(q_tile, k_tile, v_tile, rings, items, number, runs, group, arrays, scale, build):
     element, thread = q_tile.element_type, cute.arch.thread_idx()[0] - WARPGROUP
     qk, pv = products_sm90(element, build.tile.q, build.tile.k, build.columns)
     mine, ours, ours_of_v = qk[0].get_slice(thread), *(x[0].get_slice(number * WARPGROUP) for x in (qk, pv))
-    q = qk[0].make_fragment_A(ours.partition_A(q_tile))
-    k = qk[0].make_fragment_B(ours.partition_B(k_tile))
-    v = pv[0].make_fragment_B(ours_of_v.partition_B(v_tile))
     s = qk[0].make_fragment_C(qk[0].partition_shape_C((build.tile.q, build.tile.k)))
     acc = pv[0].make_fragment_C(pv[0].partition_shape_C((build.tile.q, build.columns)))
     p = cute.make_rmem_tensor(operand_of_product(s), element)
-    narrow = cute.make_tensor(p.iterator, s.layout)  # the same registers, in the order of s
-    at = mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k)))
-    acc.fill(0.0)
-    rows = rows_of(acc, binary(scale, build))
-    q_consumer, k_consumer, v_consumer = (x.make_consumer() for x in (q_stages, k_stages, v_stages))
+    return Consumer(
+        number, thread, q_tile, k_tile, v_tile, rings, items, runs, group, arrays, scale, build, qk, pv,
+        qk[0].make_fragment_A(ours.partition_A(q_tile)), qk[0].make_fragment_B(ours.partition_B(k_tile)),
+        pv[0].make_fragment_B(ours_of_v.partition_B(v_tile)), s, acc, p, cute.make_tensor(p.iterator, s.layout),
+        mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))), rows_of(acc, binary(scale, build)),
+        *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)),
+    )  # fmt: skip
 
+
+@cute.jit
+def consume(c, out, lse, sinks):
+    """All items of a block; there is one at least."""
+    pass_first_turn(c)
     # 1 load q
-    q_consumer.wait_and_advance()
-    # for each kv tile of the schedule:
-    held = (q, k, v, s, acc, p, narrow, at, rows, v_tile, thread, number, qk, pv, work, arrays, scale, build)
-    if work.first_run < work.last_run:
-        pass_first_turn(number, build)
-        # The first tile: no product of its weights is under way yet.
-        tile = runs[work.first_run, 0]
-        place = k_consumer.wait_and_advance()
-        take_turn(number, build)
-        warpgroup.fence()
-        multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
-        pass_turn(number, build)
-        warpgroup.wait_group(0)
-        place.release()
-        score(s, at, tile * build.tile.k, work, arrays, scale, build)
-        if runs[work.first_run, 2] == PARTIAL:
-            mask(s, at, tile * build.tile.k, work, arrays, build)
-        online_softmax(rows, s)
-        narrow.store(s.load().to(element))
-
-        first_key = tile * build.tile.k  # of the tile that p has the weights of
-        for run in cutlass.range(work.first_run, work.last_run, unroll=1):
-            first_tile, last_tile = runs[run, 0], runs[run, 1]
-            if run == work.first_run:
-                first_tile = first_tile + 1
-            # A loop for each kind: in one for both every tile would go through the mask's selections.
-            if runs[run, 2] == PARTIAL:
-                for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                    place, place_v = k_consumer.wait_and_advance(), v_consumer.wait_and_advance()
-                    step(place, place_v, tile, first_key, True, *held)
-                    first_key = tile * build.tile.k
-            else:
-                for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                    place, place_v = k_consumer.wait_and_advance(), v_consumer.wait_and_advance()
-                    step(place, place_v, tile, first_key, False, *held)
-                    first_key = tile * build.tile.k
-        place_v = v_consumer.wait_and_advance()
-        if cutlass.const_expr(build.packed):
-            clear_rows(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
-        warpgroup.fence()
-        multiply(pv, acc, p, v[None, None, None, place_v.index], True)
-        warpgroup.wait_group(0)
-        place_v.release()
-
-    # 7 finish: acc / row_sum, lse
-    sink = sinks[h] if build.has_sinks else None
-    done = finish(rows, acc, element, sink)
-    for row in cutlass.range_constexpr(cute.size(done)):
-        query = work.first + by_rows(at)[row, 0][0]
-        if (at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
-            lse[b, h, work.q_begin + query] = done[row]
-    out_rows = matrix(out, b, h, work.q_begin + work.first)
-    store(acc, out_rows, work.n_q - work.first, pv[0], thread, (build.tile.q, build.columns))
-
-
-def step(
-    place, place_v, tile, previous_key, masked, q, k, v, s, acc, p, narrow, at, rows, v_tile, thread, number, qk, pv, work,
-    arrays, scale, build,
-):  # fmt: skip
-    # 2 s = q @ k.T, and the product of the tile before
-    if build.packed:
-        clear_rows(v_tile[None, None, place_v.index], work.n_k - previous_key, thread, build.tile.q)
-    take_turn(number, build)
+    n_runs = wait_for_item(c.items, c.rings.items)
+    wait_until_full(c.rings.q)
+    wait_until_full(c.rings.k)
+    take_turn(c)
     warpgroup.fence()
-    multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
-    multiply(pv, acc, p, v[None, None, None, place_v.index], True)
-    pass_turn(number, build)
-    warpgroup.wait_group(1)
-    place.release()
-    first_key = tile * build.tile.k
-
-    # 3 score
-    score(s, at, first_key, work, arrays, scale, build)
-
-    # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
-    if masked:
-        mask(s, at, first_key, work, arrays, build)
-
-    # 5 row_max, rescale, p, row_sum
-    rescale = online_softmax(rows, s)
+    multiply_q_k(c)
+    pass_turn(c)
     warpgroup.wait_group(0)
-    place_v.release()
+    first_tile(c, n_runs)
+    pack(c)
+    while n_runs > 0:
+        zero(c.acc)
+        # for each kv tile of the schedule:
+        for i in cutlass.range(n_runs, unroll=1):
+            first, last, kind = run_of_item(c.items, c.rings.items.stage[0], c.runs, n_runs - 1 - i)
+            if i == 0:
+                last = last - 1  # it was the item's first
+            if kind == PARTIAL:
+                for j in cutlass.range(last - first, unroll=1):
+                    masked_step(c, last - 1 - j)
+            else:
+                for j in cutlass.range(last - first, unroll=1):
+                    full_step(c, last - 1 - j)
+        free(c.rings.q)
 
+        # The last product of this item beside the first of the next.
+        done, stage = copied(c.rows), c.rings.items.stage[0]
+        advance(c.rings.items)
+        n_runs = wait_for_item(c.items, c.rings.items)
+        if n_runs > 0:
+            wait_until_full(c.rings.q)
+            begin_products(c)
+            first_tile(c, n_runs)
+            warpgroup.wait_group(0)
+            free(c.rings.v)
+        else:
+            wait_for_v(c)
+            take_turn(c)
+            warpgroup.fence()
+            multiply_p_v(c)
+            pass_turn(c)
+            warpgroup.wait_group(0)
+            free(c.rings.v)
+        store_item(c, stage, done, out, lse, sinks)
+        free_place(c.rings.items, stage)
+        pack(c)
+
+
+def begin_products(c):
+    """Issue this tile's s and the last tile's p @ v; wait for s."""
+    wait_until_full(c.rings.k)
+    if c.build.packed:
+        wait_for_v(c)
+    take_turn(c)
+    warpgroup.fence()
+    multiply_q_k(c)
+    if not c.build.packed:
+        wait_for_v(c)
+    multiply_p_v(c)
+    pass_turn(c)
+    warpgroup.wait_group(1)
+
+
+def wait_for_v(c):
+    wait_until_full(c.rings.v)
+    if c.build.packed:
+        clear_rows(c.v_tile[None, None, c.rings.v.stage[0]], c.keys_left[0], c.thread, c.build.tile.q)
+
+
+# 2 s = q @ k.T
+def multiply_q_k(c):
+    multiply(c.qk, c.s, c.q[None, None, None, c.rings.q.stage[0]], c.k[None, None, None, c.rings.k.stage[0]], False)
+
+
+@cute.jit
+def multiply_q_k_again(c):
+    """The same for this warp's 16 rows alone, once more: k is still there."""
+    mma, depth = product(c.q_tile.element_type), c.build.depth
+    q_rows = cute.local_tile(c.q_tile[None, None, c.rings.q.stage[0]], (64, depth), (c.number, 0))
+    s = cute.make_tensor(c.s.iterator, mma.make_fragment_C(mma.partition_shape_C((64, c.build.tile.k))).layout)
+    zero(s)
+    basic.multiply(mma, s, q_rows, c.k_tile[None, None, c.rings.k.stage[0]], c.thread % WARPGROUP, False)
+
+
+def score_tile(c, tile, masked):
+    """3 score, 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)"""
+    work, first_key = work_of_item(c.items, c.rings.items.stage[0], c.group), tile * c.build.tile.k
+    score(c.s, c.at, first_key, work, c.arrays, c.scale, c.build)
+    if masked:
+        mask(c.s, c.at, first_key, work, c.arrays, c.build)
+
+
+# 5 row_max, rescale, p, row_sum
+@cute.jit
+def first_tile(c, n_runs):
+    """Of an item: its last one. There is nothing to rescale yet."""
+    stage = c.rings.items.stage[0]
+    work = work_of_item(c.items, stage, c.group)
+    _, last, kind = run_of_item(c.items, stage, c.runs, n_runs - 1)
+    c.rows_left[0] = work.n_q - work.first - c.at[0][0]
+    score_tile(c, last - 1, False)
+    if kind == PARTIAL:
+        mask(c.s, c.at, (last - 1) * c.build.tile.k, work, c.arrays, c.build)
+    begin_rows(c.rows, c.s)
+    free(c.rings.k)
+    c.keys_left[0] = work.n_k - (last - 1) * c.build.tile.k
+
+
+@cute.jit
+def masked_step(c, tile):
+    """The online softmax as it is written everywhere."""
+    begin_products(c)
+    score_tile(c, tile, True)
+    free(c.rings.k)
+    rescale = exact(c.rows, c.s, PATIENCE)
+    warpgroup.wait_group(0)
+    free(c.rings.v)
     # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
-    multiply_rows(acc, rescale)
-    narrow.store(s.load().to(narrow.element_type))
+    multiply_rows(c.acc, rescale)
+    pack(c)
+    next_is(c, tile)
+
+
+@cute.jit
+def full_step(c, tile):
+    """Speculation: some exponentials hide the product before, and the last ones run beside the work that follows."""
+    begin_products(c)
+    score_tile(c, tile, False)
+    sums = cute.make_rmem_tensor((2,), Float32)
+    zero(sums)
+    columns = c.build.tile.k // 4
+    before = columns * eighths_before_wait(c.build) // 8
+    speculate(c.rows, c.s, sums, 0, before)
+    pin(sums)
+    wait_in_place(c.group > 0)
+    speculate(c.rows, c.s, sums, before, columns)
+    pack(c)
+    pin(cute.recast_tensor(c.narrow, Int32))
+    element = c.q_tile.element_type
+    if any_above(safe_sum(element), sums, c.rows_left[0]):
+        correct(c, tile, sums)
+    else:
+        add_to(c.rows.row_sum, sums)
+    free(c.rings.k)
+    free(c.rings.v)
+    next_is(c, tile)
+
+
+@cute.jit
+def correct(c, tile, sums):
+    """Speculation did not serve: what p should have been."""
+    rescale = cute.make_rmem_tensor_like(c.rows.row_max)
+    if any_above(FINITE_SUM, sums, c.rows_left[0]):
+        multiply_q_k_again(c)
+        score_tile(c, tile, False)
+        copy(exact(c.rows, c.s, 0.0), rescale)
+    else:
+        copy(tame(c.rows, c.s, sums, c.q_tile.element_type), rescale)
+    multiply_rows(c.acc, rescale)
+    pack(c)
+
+
+def eighths_before_wait(build):
+    """How many of a tile's exponentials are under way when the product before is waited for."""
+    return 4 if build.tile.q == 192 else 6
+
+
+def next_is(c, tile):
+    """The tile that p has the weights of."""
+    if c.build.packed:
+        c.keys_left[0] = c.items[4, c.rings.items.stage[0]] - tile * c.build.tile.k
+
+
+# 6 acc = acc * rescale + p @ v
+def multiply_p_v(c):
+    multiply(c.pv, c.acc, c.p, c.v[None, None, None, c.rings.v.stage[0]], True)
+
+
+def pack(c):
+    c.narrow.store(c.s.load().to(c.narrow.element_type))
 
 
 def multiply(product, acc, a, b, adds):
@@ -259,22 +481,22 @@ def multiply(product, acc, a, b, adds):
     warpgroup.commit_group()
 
 
-def take_turn(number, build):
+def take_turn(c):
     """Warpgroups take turns to issue products, so that one's exponentials run beside the other's products."""
-    if in_turns(build):
-        cute.arch.barrier(barrier_id=TURNS + number, number_of_threads=2 * WARPGROUP)
+    if in_turns(c.build):
+        cute.arch.barrier(barrier_id=TURNS + c.number, number_of_threads=2 * WARPGROUP)
 
 
-def pass_turn(number, build):
-    if in_turns(build):
-        cute.arch.barrier_arrive(barrier_id=TURNS + 1 - number, number_of_threads=2 * WARPGROUP)
+def pass_turn(c):
+    if in_turns(c.build):
+        cute.arch.barrier_arrive(barrier_id=TURNS + 1 - c.number, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
-def pass_first_turn(number, build: cutlass.Constexpr):
+def pass_first_turn(c):
     """The first warpgroup begins."""
-    if number == 1:
-        pass_turn(number, build)
+    if c.number == 1:
+        pass_turn(c)
 
 
 def in_turns(build):
@@ -294,6 +516,25 @@ def clear_rows(tile, count, thread, consumed: cutlass.Constexpr):
         consumers_meet(threads)
 
 
+# 7 finish: acc / row_sum, lse
+@cute.jit
+def store_item(c, stage, rows, out, lse, sinks):
+    """stage: of the item whose rows they are."""
+    work, b = work_of_item(c.items, stage, c.group), c.items[BATCH, stage]
+    h = work.place.h
+    sink = sinks[h] if c.build.has_sinks else None
+    done = finish(rows, c.acc, out.element_type, sink)
+    for row in cutlass.range_constexpr(2):
+        query = work.first + by_rows(c.at)[row, 0][0]
+        if (c.at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
+            lse[b, h, work.q_begin + query] = done[row]
+    out_rows = matrix(out, b, h, work.q_begin + work.first)
+    if cutlass.const_expr(c.build.vector > 1):
+        store_in_quads(c.acc, out_rows, work.n_q - work.first, c.at[0][0])
+    else:
+        store(c.acc, out_rows, work.n_q - work.first, c.pv[0], c.thread, (c.build.tile.q, c.build.columns))
+
+
 @cute.jit
 def store(acc, rows, count, product, thread, size: cutlass.Constexpr):
     """Each thread its numbers of a tile of that size, two at a time, of the rows and columns that there are."""
@@ -309,3 +550,25 @@ def store(acc, rows, count, product, thread, size: cutlass.Constexpr):
             two = (None, row, i), 0, 0
             if cute.elem_less(at[(0, row, i), 0, 0], (count, rows.shape[1])):
                 cute.autovec_copy(result[two], target[two])
+
+
+def zero(x):
+    x.fill(0.0)
+
+
+def copy(from_, to):
+    for i in range(cute.size(to)):
+        to[i] = from_[i]
+
+
+def add_to(sums, more):
+    for i in range(cute.size(sums)):
+        sums[i] = sums[i] + more[i]
+
+
+def copied(rows):
+    """As they are now."""
+    made = [cute.make_rmem_tensor_like(x) for x in (rows.row_max, rows.largest, rows.row_sum)]
+    for to, from_ in zip(made, (rows.row_max, rows.largest, rows.row_sum), strict=True):
+        copy(from_, to)
+    return Rows(*made, rows.factor)

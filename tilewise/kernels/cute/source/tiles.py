@@ -11,6 +11,7 @@ from tilewise.kernels.cute.source.operations import maximum, where
 from tilewise.kernels.cute.source.vocabulary import by_rows
 
 PARTIAL = 1  # kinds of tiles, as in schedule.py
+FIELDS = 14  # of a record, as in tables.py
 LOG2_E = 1.4426950408889634
 LN_2 = 0.693147182464599609375  # in float32
 LN_2_REST = -1.904654323148236e-9  # what it lacks
@@ -45,10 +46,12 @@ class Work(NamedTuple):
 
 
 def work_of(records, number, b, h, group):
+    return work_of_fields([records[b, h, number, field] for field in range(FIELDS)], b, h, group)
+
+
+def work_of_fields(fields, b, h, group):
     """Fields of a record as in tables.py."""
-    first, q_begin, k_begin, n_q, n_k, first_run, n_runs, batch, *place = (
-        records[b, h, number, field] for field in range(14)
-    )
+    first, q_begin, k_begin, n_q, n_k, first_run, n_runs, batch, *place = fields
     return Work(
         first, q_begin, k_begin, n_q, n_k, first_run, first_run + n_runs, Place(batch + b, h, h // group, *place)
     )

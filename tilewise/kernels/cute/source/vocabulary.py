@@ -11,8 +11,10 @@ map         a cute.CopyAtom of the copy engine: where an array lies, and how its
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import CopyUniversalOp, MmaUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
+
+from tilewise.kernels.cute.source.operations import where
 
 ELEMENTS = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 THREADS = 128  # four warps
@@ -152,6 +154,24 @@ def _adding(mma, adds):
     return mma
 
 
+@cute.jit
+def wait_in_place(always):
+    """For all products, just here: a compiler that finds a plain wait moves it up, above the work that should hide it. A
+    branch holds it in place, as long as its sides differ, if only by a remark. `always` must be beyond what it can
+    know."""
+    if always:
+        cute.arch.inline_ptx("wgmma.wait_group.sync.aligned 0; // as always")
+    else:
+        cute.arch.inline_ptx("wgmma.wait_group.sync.aligned 0; // never")
+
+
+def pin(numbers):
+    """The compiler may not move the computation of these across this place."""
+    kind = numbers.element_type
+    for i in range(cute.size(numbers)):
+        numbers[i] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[kind], read_only_args=[numbers[i]])
+
+
 def operand_of_product(fragment):
     """How numbers of a product lie as the first operand of another: two groups of eight columns are one step of it."""
     groups = cute.size(fragment) // 8
@@ -160,3 +180,34 @@ def operand_of_product(fragment):
 
 def consumers_meet(threads):
     cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+
+
+@cute.jit
+def store_in_quads(acc, rows, count, first_row):
+    """A product's two rows of a thread, first_row and the eighth after it, of so many rows: a quad stores 64 bytes of
+    one at once."""
+    element, quarter = rows.element_type, cute.arch.lane_idx() % 4
+    narrow = cute.make_rmem_tensor_like(acc, element)
+    narrow.store(acc.load().to(element))
+    words = cute.recast_tensor(cute.make_tensor(narrow.iterator, cute.make_layout(cute.size(narrow))), Int32)
+    for row in cutlass.range_constexpr(2):
+        for n in cutlass.range_constexpr(0, cute.size(acc) // 4, 4):
+            four = cute.make_rmem_tensor((4,), Int32)
+            for i in cutlass.range_constexpr(4):
+                four[i] = words[2 * (n + i) + row]
+            transpose_in_quad(four, quarter)
+            place = first_row + 8 * row, n + quarter
+            if (place[0] < count) & (8 * place[1] < rows.shape[1]):
+                cute.autovec_copy(
+                    cute.recast_tensor(four, element), cute.local_tile(rows, (1, 8), place)[0, None]
+                )
+
+
+def transpose_in_quad(words, i):
+    """Thread i of a quad has words i of four groups of four; after this it has group i."""
+    for step in (1, 2):
+        is_upper, other = (i & step) != 0, 3 - step
+        for j in (0, other):  # pairs j, j + step
+            low, high = words[j], words[j + step]
+            given = cute.arch.shuffle_sync_bfly(where(is_upper, low, high), offset=step)
+            words[j], words[j + step] = where(is_upper, given, low), where(is_upper, high, given)
