@@ -16,6 +16,7 @@ from typing import Any
 
 from tilewise.kernels.cute import modules
 from tilewise.kernels.cute.cubin import Resources, resources
+from tilewise.kernels.cute.near import CELL_BYTES
 from tilewise.kernels.cute.wanted import Wanted
 
 ENTRY = "attention"  # the function of every library
@@ -84,6 +85,8 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     source: ModuleType = import_module(f"{__package__}.source.{kernel.source}")
     build = SimpleNamespace(**vars(kernel), variant=modules.module(kernel.functions))
     loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (_fake("float32", 1),)
+    if kernel.table:
+        loaded = (*loaded, _fake(kernel.table.dtype, 4, 16 // CELL_BYTES[kernel.table.dtype]))
     more = _of_items() if kernel.persistent else [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
     given = _GIVEN.get(kernel.source, _of_forward)(kernel)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)

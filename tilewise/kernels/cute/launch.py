@@ -39,8 +39,10 @@ def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more
     loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (sinks,)  # never empty
     given = (steps_in_order(x, kernel.vector) for x in rows)
     launch = library.kernel(kernel, arch)
+    if kernel.table is not None:
+        loaded = (*loaded, _as_copied(loaded[kernel.table.slot]))
     if kernel.persistent:
-        more = items(device, shape, plan, shares_rows=False)
+        more = items(device, shape, plan, shares_rows=kernel.table is not None and kernel.table.is_shared)
     launch(*given, lse, records, plan.runs, sinks, loaded, spec.scale, *more)
     return lse
 
@@ -91,6 +93,11 @@ def steps_in_order(x: Any, vector: int) -> Any:
     """With steps that are multiples of `vector`: of a dimension of size 1 PyTorch may tell any."""
     sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     return x.as_strided(x.shape, (*(step if size > 1 else vector for size, step in sizes), 1))
+
+
+def _as_copied(table: Any) -> Any:
+    """Of four dimensions, the last of them queries and keys, as the copy engine takes it."""
+    return steps_in_order(table[(None,) * (4 - table.ndim)], gpus.COPIED // table.element_size())
 
 
 def as_kernels_take(x: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Protocol
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import COMPARISONS, Expr, S
 from tilewise.kernels import gpus
+from tilewise.kernels.cute.near import Table, is_in, table_of
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, variables
@@ -87,14 +88,18 @@ class ForwardSm90:
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
         """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
-        is_costly, largest = _is_costly(spec), max(shape.d, shape.d_v)
+        table = table_of(spec)
+        is_costly, largest = _is_costly(spec, table), max(shape.d, shape.d_v)
+        if table is not None and not is_costly:  # its tiles are as wide as theirs, in parts of 128 bytes
+            return Tile(128, 128 if largest <= 128 else 64)
         if largest > 128:
             return Tile(128, 48 if is_costly else 64)
         if largest > 64 or is_costly:
             return Tile(128, 64 if is_costly else 128)
-        # Three warpgroups hide more, but their larger tiles leave more of a short sequence over.
+        # Three warpgroups hide more, but their larger tiles leave more of a short sequence over, and a thread of them
+        # has no registers for a score.
         sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
-        is_long = shape.n_q // sequences >= LONG and not spec.batch_invariant
+        is_long = shape.n_q // sequences >= LONG and spec.score is None and not spec.batch_invariant
         return Tile(192, 96) if is_long else Tile(128, 128)
 
     def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
@@ -164,8 +169,9 @@ def _is_plain(mask: Expr | None) -> bool:
     return not named and all(node.op in _PLAIN for node in nodes(mask))
 
 
-def _is_costly(spec: Attention) -> bool:
-    return any(_takes_registers(node) for node in nodes(*spec.expressions))
+def _is_costly(spec: Attention, table: Table | None = None) -> bool:
+    """table: an array whose cells are read at no cost."""
+    return any(_takes_registers(node) and not is_in(table, node, spec) for node in nodes(*spec.expressions))
 
 
 def _takes_registers(node: Expr) -> bool:

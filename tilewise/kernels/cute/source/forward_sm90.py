@@ -28,6 +28,7 @@ from tilewise.kernels.cute.source.items import (
     wait_for_item,
     work_of_item,
 )
+from tilewise.kernels.cute.source.operations import minimum
 from tilewise.kernels.cute.source.rings import (
     advance,
     barriers,
@@ -62,6 +63,7 @@ from tilewise.kernels.cute.source.tiles import (
     score,
 )
 from tilewise.kernels.cute.source.vocabulary import (
+    ELEMENTS,
     WARPGROUP,
     by_rows,
     consumers_meet,
@@ -70,6 +72,7 @@ from tilewise.kernels.cute.source.vocabulary import (
     pin,
     product,
     products_sm90,
+    read_cells,
     store_in_quads,
     swizzled_tiles,
     wait_in_place,
@@ -87,14 +90,21 @@ class Room(NamedTuple):
 
     q: int
     kv: int
+    table: int
 
 
 def room_of(build, element):
-    """Two places for q, so that the next item's is there in time, if k and v have two nevertheless."""
+    """Two places for a table's tiles, if k and v have two nevertheless; and for q, so that the next item's is there in
+    time."""
     size = element.width // 8
     q_bytes, stage_bytes = build.tile.q * build.depth * size, build.tile.k * (build.depth + build.columns) * size
-    q_places = 2 if SHARED - AROUND - 2 * q_bytes >= 2 * stage_bytes else 1
-    return Room(q_places, min((SHARED - AROUND - q_places * q_bytes) // stage_bytes, MOST_STAGES))
+    cell_bytes = ELEMENTS[build.table.dtype].width // 8 if build.table else 0
+    table_bytes = build.tile.q * build.tile.k * cell_bytes
+    left = SHARED - AROUND - 2 * stage_bytes
+    tables = 0 if build.table is None else 2 if left >= q_bytes + 2 * table_bytes else 1
+    q_places = 2 if left >= 2 * q_bytes + tables * table_bytes else 1
+    left -= q_places * q_bytes + tables * table_bytes
+    return Room(q_places, min(2 + left // stage_bytes, MOST_STAGES), tables)
 
 
 @cute.jit
@@ -114,9 +124,13 @@ def launch(
     q_map, q_rows = copy_engine(q, q_tiles)
     k_map, k_rows = copy_engine(k, k_tiles)
     v_map, v_rows = copy_engine(v, v_tiles, transposed=True)
+    table_map, table_rows, table_tiles = None, None, None
+    if cutlass.const_expr(build.table is not None):
+        table_tiles = swizzled_tiles(arrays[-1].element_type, tile.q, tile.k, room.table)
+        table_map, table_rows = copy_engine(arrays[-1], table_tiles)
     attention(
-        q_map, k_map, v_map, q_rows, k_rows, v_rows, q_tiles, k_tiles, v_tiles, out, lse, records, runs, sinks, arrays,
-        scale, q.shape[1] // k.shape[1], next_item, section, sections, build,
+        q_map, k_map, v_map, table_map, q_rows, k_rows, v_rows, table_rows, q_tiles, k_tiles, v_tiles, table_tiles,
+        out, lse, records, runs, sinks, arrays, scale, q.shape[1] // k.shape[1], next_item, section, sections, build,
     ).launch(
         grid=(blocks, 1, 1), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream,
     )  # fmt: skip
@@ -124,9 +138,10 @@ def launch(
 
 @cute.kernel
 def attention(
-    q_map: cute.CopyAtom, k_map: cute.CopyAtom, v_map: cute.CopyAtom,
-    q_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor,
+    q_map: cute.CopyAtom, k_map: cute.CopyAtom, v_map: cute.CopyAtom, table_map: cute.CopyAtom | None,
+    q_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor, table_rows: cute.Tensor | None,
     q_tiles: cute.ComposedLayout, k_tiles: cute.ComposedLayout, v_tiles: cute.ComposedLayout,
+    table_tiles: cute.ComposedLayout | None,
     out: cute.Tensor, lse: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple,
     scale: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32, build: cutlass.Constexpr,
 ):  # fmt: skip
@@ -137,11 +152,15 @@ def attention(
     q_tile, k_tile, v_tile = (
         memory.allocate_tensor(element, layout.outer, 1024, layout.inner) for layout in (q_tiles, k_tiles, v_tiles)
     )
+    table_tile = None
+    if cutlass.const_expr(build.table is not None):
+        table_tile = memory.allocate_tensor(arrays[-1].element_type, table_tiles.outer, 1024, table_tiles.inner)
     items = memory.allocate_tensor(Int32, cute.make_layout((WORDS, PLACES)), 16)
     of_q, of_k, of_v = (barriers(memory, cute.size(x, mode=[2]), 1, warps) for x in (q_tile, k_tile, v_tile))
+    of_table = barriers(memory, 1 if table_tile is None else cute.size(table_tile, mode=[2]), 1, warps)
     of_items, of_begun = barriers(memory, PLACES, 32, warps + 1), barriers(memory, 1, 1, 1)
     if cute.arch.thread_idx()[0] == 0:
-        begin(of_q, of_k, of_v, of_items, of_begun)
+        begin(of_q, of_k, of_v, of_table, of_items, of_begun)
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
@@ -152,16 +171,19 @@ def attention(
         if warp_number == 0:
             load(
                 Arrays(q_map, q_rows, q_tile, filling(of_q[0])), Arrays(k_map, k_rows, k_tile, filling(of_k[0])),
-                Arrays(v_map, v_rows, v_tile, filling(of_v[0])), items, reading(of_items[0]), of_begun[0], runs, group,
-                build,
+                Arrays(v_map, v_rows, v_tile, filling(of_v[0])),
+                Arrays(table_map, table_rows, table_tile, filling(of_table[0])), items, reading(of_items[0]), of_begun[0],
+                runs, group, build,
             )  # fmt: skip
         if warp_number == 1:
             order = Order(next_item, section, sections)
             schedule(items, filling(of_items[0]), reading(of_begun[0]), records, runs, order)
     else:
         cute.arch.setmaxregister_increase(consumes)
-        rings = Rings(*(reading(x[0]) for x in (of_q, of_k, of_v, of_items)))
-        consumer = consumer_of(q_tile, k_tile, v_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale, build)
+        rings = Rings(*(reading(x[0]) for x in (of_q, of_k, of_v, of_table, of_items)))
+        consumer = consumer_of(
+            q_tile, k_tile, v_tile, table_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale, build
+        )
         consume(consumer, out, lse, sinks)
 
 
@@ -178,7 +200,7 @@ class Arrays(NamedTuple):
 
 
 @cute.jit
-def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr):
+def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Constexpr):
     """One warp: tiles come as soon as there is a place for them. A tile's v comes after the next one's k, as consumers
     need it a step later."""
     next_v = cute.make_rmem_tensor((4,), Int32)  # its tile, where its sequence begins, its head and batch index
@@ -199,6 +221,8 @@ def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr
                 tile = last - 1 - j
                 wait_until_free(k.ring)
                 copy_rows(k, tile, work.k_begin, work.place.hk, b, (build.tile.k, build.depth))
+                if cutlass.const_expr(build.table is not None):
+                    load_table(table, tile, work, build)
                 if next_v[0] >= 0:
                     load_v(v, next_v, build)
                 next_v[0], next_v[1], next_v[2], next_v[3] = tile, work.k_begin, work.place.hk, b
@@ -213,10 +237,24 @@ def load_v(v, next_v, build):
     copy_rows(v, tile, begins, hk, b, (build.columns, build.tile.k), transposed=True)
 
 
+def load_table(table, tile, work, build):
+    """The cells of all queries of the item and the tile's keys."""
+    wait_until_free(table.ring)
+    place, sizes = work.place, table.rows.shape
+    values = {"B": place.b, "H": place.h, "HK": place.hk}
+    others = [Int32(values.get(x, x)) for x in (0, 0, *build.table.others)[-2:]]
+    b, h = (minimum(x, Int32(size - 1)) for x, size in zip(others, (sizes[3], sizes[2]), strict=True))
+    rows = cute.domain_offset((place.origin_q + work.first, place.origin_k), table.rows[None, None, h, b])
+    copy_tile(table, rows, (build.tile.q, build.tile.k), (0, tile))
+
+
 def copy_rows(array, tile, begins, h, b, size, transposed=False):
     """The tile of that number, from a row on, to the next place."""
     offset, which = ((0, begins), (0, tile)) if transposed else ((begins, 0), (tile, 0))
-    rows = cute.domain_offset(offset, array.rows[None, None, h, b])
+    copy_tile(array, cute.domain_offset(offset, array.rows[None, None, h, b]), size, which)
+
+
+def copy_tile(array, rows, size, which):
     from_, to = parts(array.map, rows, array.places, size, which)
     size_in_bytes = cute.size_in_bytes(array.places.element_type, cute.select(array.places.layout, [0, 1]))
     copy_to_place(array.ring, array.map, from_, to[None, array.ring.stage[0]], size_in_bytes)
@@ -238,6 +276,7 @@ class Rings(NamedTuple):
     q: Any
     k: Any
     v: Any
+    table: Any
     items: Any
 
 
@@ -249,6 +288,7 @@ class Consumer(NamedTuple):
     q_tile: cute.Tensor
     k_tile: cute.Tensor
     v_tile: cute.Tensor
+    table_tile: cute.Tensor | None
     rings: Rings
     items: cute.Tensor
     runs: cute.Tensor
@@ -271,7 +311,7 @@ class Consumer(NamedTuple):
     keys_left: cute.Tensor  # from the first key on of the tile that p has the weights of
 
 
-def consumer_of(q_tile, k_tile, v_tile, rings, items, number, runs, group, arrays, scale, build):
+def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, group, arrays, scale, build):
     element, thread = q_tile.element_type, cute.arch.thread_idx()[0] - WARPGROUP
     qk, pv = products_sm90(element, build.tile.q, build.tile.k, build.columns)
     mine, ours, ours_of_v = qk[0].get_slice(thread), *(x[0].get_slice(number * WARPGROUP) for x in (qk, pv))
@@ -279,7 +319,7 @@ def consumer_of(q_tile, k_tile, v_tile, rings, items, number, runs, group, array
     acc = pv[0].make_fragment_C(pv[0].partition_shape_C((build.tile.q, build.columns)))
     p = cute.make_rmem_tensor(operand_of_product(s), element)
     return Consumer(
-        number, thread, q_tile, k_tile, v_tile, rings, items, runs, group, arrays, scale, build, qk, pv,
+        number, thread, q_tile, k_tile, v_tile, table_tile, rings, items, runs, group, arrays, scale, build, qk, pv,
         qk[0].make_fragment_A(ours.partition_A(q_tile)), qk[0].make_fragment_B(ours.partition_B(k_tile)),
         pv[0].make_fragment_B(ours_of_v.partition_B(v_tile)), s, acc, p, cute.make_tensor(p.iterator, s.layout),
         mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))), rows_of(acc, binary(scale, build)),
@@ -299,8 +339,9 @@ def consume(c, out, lse, sinks):
     warpgroup.fence()
     multiply_q_k(c)
     pass_turn(c)
+    cells = cells_of(c)
     warpgroup.wait_group(0)
-    first_tile(c, n_runs)
+    first_tile(c, n_runs, cells)
     pack(c)
     while n_runs > 0:
         zero(c.acc)
@@ -323,8 +364,7 @@ def consume(c, out, lse, sinks):
         n_runs = wait_for_item(c.items, c.rings.items)
         if n_runs > 0:
             wait_until_full(c.rings.q)
-            begin_products(c)
-            first_tile(c, n_runs)
+            first_tile(c, n_runs, begin_products(c))
             warpgroup.wait_group(0)
             free(c.rings.v)
         else:
@@ -341,7 +381,7 @@ def consume(c, out, lse, sinks):
 
 
 def begin_products(c):
-    """Issue this tile's s and the last tile's p @ v; wait for s."""
+    """Issue this tile's s and the last tile's p @ v; wait for s. Cells of a table are read meanwhile."""
     wait_until_full(c.rings.k)
     if c.build.packed:
         wait_for_v(c)
@@ -352,7 +392,9 @@ def begin_products(c):
         wait_for_v(c)
     multiply_p_v(c)
     pass_turn(c)
+    cells = cells_of(c)
     warpgroup.wait_group(1)
+    return cells
 
 
 def wait_for_v(c):
@@ -376,36 +418,50 @@ def multiply_q_k_again(c):
     basic.multiply(mma, s, q_rows, c.k_tile[None, None, c.rings.k.stage[0]], c.thread % WARPGROUP, False)
 
 
-def score_tile(c, tile, masked):
+def score_tile(c, tile, cells, masked):
     """3 score, 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)"""
     work, first_key = work_of_item(c.items, c.rings.items.stage[0], c.group), tile * c.build.tile.k
-    score(c.s, c.at, first_key, work, c.arrays, c.scale, c.build)
+    score(c.s, c.at, first_key, work, c.arrays, c.scale, c.build, cells)
     if masked:
         mask(c.s, c.at, first_key, work, c.arrays, c.build)
 
 
+def cells_of(c):
+    """Those of this tile's scores, if there is a table."""
+    if c.build.table is None:
+        return None
+    wait_until_full(c.rings.table)
+    return read_cells(c.table_tile, c.rings.table.stage[0], c.at[0][0], c.s)
+
+
+def free_k(c):
+    """k, and what came with it."""
+    free(c.rings.k)
+    if c.build.table is not None:
+        free(c.rings.table)
+
+
 # 5 row_max, rescale, p, row_sum
 @cute.jit
-def first_tile(c, n_runs):
+def first_tile(c, n_runs, cells):
     """Of an item: its last one. There is nothing to rescale yet."""
     stage = c.rings.items.stage[0]
     work = work_of_item(c.items, stage, c.group)
     _, last, kind = run_of_item(c.items, stage, c.runs, n_runs - 1)
     c.rows_left[0] = work.n_q - work.first - c.at[0][0]
-    score_tile(c, last - 1, False)
+    score_tile(c, last - 1, cells, False)
     if kind == PARTIAL:
         mask(c.s, c.at, (last - 1) * c.build.tile.k, work, c.arrays, c.build)
     begin_rows(c.rows, c.s)
-    free(c.rings.k)
+    free_k(c)
     c.keys_left[0] = work.n_k - (last - 1) * c.build.tile.k
 
 
 @cute.jit
 def masked_step(c, tile):
     """The online softmax as it is written everywhere."""
-    begin_products(c)
-    score_tile(c, tile, True)
-    free(c.rings.k)
+    score_tile(c, tile, begin_products(c), True)
+    free_k(c)
     rescale = exact(c.rows, c.s, PATIENCE)
     warpgroup.wait_group(0)
     free(c.rings.v)
@@ -418,8 +474,7 @@ def masked_step(c, tile):
 @cute.jit
 def full_step(c, tile):
     """Speculation: some exponentials hide the product before, and the last ones run beside the work that follows."""
-    begin_products(c)
-    score_tile(c, tile, False)
+    score_tile(c, tile, begin_products(c), False)
     sums = cute.make_rmem_tensor((2,), Float32)
     zero(sums)
     columns = c.build.tile.k // 4
@@ -435,7 +490,7 @@ def full_step(c, tile):
         correct(c, tile, sums)
     else:
         add_to(c.rows.row_sum, sums)
-    free(c.rings.k)
+    free_k(c)
     free(c.rings.v)
     next_is(c, tile)
 
@@ -446,7 +501,7 @@ def correct(c, tile, sums):
     rescale = cute.make_rmem_tensor_like(c.rows.row_max)
     if any_above(FINITE_SUM, sums, c.rows_left[0]):
         multiply_q_k_again(c)
-        score_tile(c, tile, False)
+        score_tile(c, tile, cells_of(c), False)
         copy(exact(c.rows, c.s, 0.0), rescale)
     else:
         copy(tame(c.rows, c.s, sums, c.q_tile.element_type), rescale)

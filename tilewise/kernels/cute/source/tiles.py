@@ -67,13 +67,14 @@ def binary(scale, build):
     return scale * LOG2_E if build.raw else Float32(LOG2_E)
 
 
-def score(s, at, first_key, work, arrays, scale, build):
-    """Products of q and k as scores. at: where in the tile each of them is."""
+def score(s, at, first_key, work, arrays, scale, build, cells=None):
+    """Products of q and k as scores. at: where in the tile each of them is. cells: of a table, one for each."""
     for i in range(cute.size(s)):
         if not build.raw and build.scaling == "scores":
             s[i] = s[i] * scale
         if hasattr(build.variant, "score"):
-            s[i] = _at(build.variant.score, s[i], at[i], first_key, work, arrays)
+            near = () if cells is None else (cells[i],)
+            s[i] = _at(build.variant.score, s[i], at[i], first_key, work, arrays, *near)
 
 
 def mask(s, at, first_key, work, arrays, build):
@@ -92,12 +93,12 @@ def multiply_by_slopes(d_score, product, at, first_key, work, arrays, scale, bui
         d_score[i] = where(d_score[i] == 0.0, Float32(0.0), d_score[i] * slope)
 
 
-def _at(function, s, at, first_key, work, arrays):
-    """A function of the variant, for one score."""
+def _at(function, s, at, first_key, work, arrays, *near):
+    """A function of the variant, for one score. near: its cell of a table, if it is given one."""
     query, key = work.first + at[0], first_key + at[1]  # within the sequence
     b, h, hk, origin_q, origin_k, total_q, total_k, packed_q, packed_k = work.place
     return function(
-        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays
+        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays, *near
     )
 
 

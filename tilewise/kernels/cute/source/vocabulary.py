@@ -9,9 +9,11 @@ stage       a place for a tile in a ring of them: the last mode of a tile's layo
 map         a cute.CopyAtom of the copy engine: where an array lies, and how its tiles are to lie in shared memory
 """
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, pipeline
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import CopyUniversalOp, MmaUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
 
 from tilewise.kernels.cute.source.operations import where
@@ -105,6 +107,40 @@ def swizzled_tiles(element, rows, columns, count, transposed=False):
     if transposed:
         return cute.tile_to_shape(atom, (columns, rows, count), order=(1, 0, 2))
     return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+
+
+def read_cells(tiles, stage, row, s):
+    """Numbers of a swizzled tile, those at the places of the numbers s that a thread has of a product, two at a time.
+
+    row: of its first. Chunks of 16 bytes changed places by row; of each eight columns a thread of a quad has two.
+    """
+    element, (rows, columns) = tiles.element_type, (cute.size(tiles, mode=[i]) for i in range(2))
+    two = Int32 if element.width == 16 else Int64
+    in_row, in_chunk = 128 // (two.width // 8), 16 // (two.width // 8)
+    pairs = cute.make_tensor(cute.recast_ptr(tiles.iterator, dtype=two), cute.make_layout(cute.size(tiles) // 2))
+    cells, quarter = cute.make_rmem_tensor((cute.size(s) // 2,), two), cute.arch.lane_idx() % 4
+    first = stage * (rows * columns // 2) + row * in_row
+    for group in range(columns // 8):
+        part, number = divmod(4 * group, in_row)  # the group's first pair, of those of a part's row
+        chunk = (number // in_chunk + quarter // in_chunk) ^ (row % 8)
+        for half in range(2):
+            place = first + (part * rows + 8 * half) * in_row
+            cells[2 * group + half] = pairs[place + chunk * in_chunk + quarter % in_chunk]
+    return Cells(cells, element)
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Numbers as they were read, two at a time, of which each is widened when it is asked for."""
+
+    pairs: cute.Tensor
+    element: type
+
+    def __getitem__(self, i):
+        if self.element is not BFloat16:
+            return cute.recast_tensor(self.pairs, self.element)[i].to(Float32)
+        pair = self.pairs[i // 2]  # the upper halves of two numbers of float32, which is one operation each
+        return (pair & -65536 if i % 2 else pair << 16).bitcast(Float32)
 
 
 def seen_across(tiles):
