@@ -30,8 +30,13 @@ class Table:
 
     @property
     def columns(self) -> int:
-        """Of a part of a tile, as shared memory has it: its rows have 128 bytes."""
-        return 128 // CELL_BYTES[self.dtype]
+        """Of a part of a tile, as shared memory has it: its rows have 64 bytes at least."""
+        return 64 // CELL_BYTES[self.dtype]
+
+    def is_all_of(self, expr: Expr) -> bool:
+        """Whether a score is S and its cell, added."""
+        names = [arg.payload if arg.op == "var" else arg.op for arg in expr.args]
+        return expr.op == "add" and sorted(names) == ["S", "load"]
 
     @property
     def index(self) -> tuple[str, ...]:

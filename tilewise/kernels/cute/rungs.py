@@ -90,8 +90,6 @@ class ForwardSm90:
         """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
         table = table_of(spec)
         is_costly, largest = _is_costly(spec, table), max(shape.d, shape.d_v)
-        if table is not None and not is_costly:  # its tiles are as wide as theirs, in parts of 128 bytes
-            return Tile(128, 128 if largest <= 128 else 64)
         if largest > 128:
             return Tile(128, 48 if is_costly else 64)
         if largest > 64 or is_costly:
@@ -99,7 +97,8 @@ class ForwardSm90:
         # Three warpgroups hide more, but their larger tiles leave more of a short sequence over, and a thread of them
         # has no registers for a score.
         sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
-        is_long = shape.n_q // sequences >= LONG and spec.score is None and not spec.batch_invariant
+        is_simple = spec.score is None or (table is not None and table.is_all_of(spec.score))
+        is_long = shape.n_q // sequences >= LONG and is_simple and not spec.batch_invariant
         return Tile(192, 96) if is_long else Tile(128, 128)
 
     def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:

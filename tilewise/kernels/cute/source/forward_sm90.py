@@ -65,6 +65,7 @@ from tilewise.kernels.cute.source.tiles import (
 from tilewise.kernels.cute.source.vocabulary import (
     ELEMENTS,
     WARPGROUP,
+    anew,
     by_rows,
     consumers_meet,
     copy_engine,
@@ -75,13 +76,14 @@ from tilewise.kernels.cute.source.vocabulary import (
     read_cells,
     store_in_quads,
     swizzled_tiles,
+    table_tiles,
     wait_in_place,
 )
 
 SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those for barriers and items
 MOST_STAGES = 4
 TURNS = 2  # the first of the barriers by which warpgroups take turns
-REGISTERS = {2: (24, 240), 3: (32, 160)}  # of a thread that produces and one that consumes, by warpgroups that do
+REGISTERS = {2: (32, 240), 3: (32, 160)}  # of a thread that produces and one that consumes, by warpgroups that do
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # the same where a single warp produces, for two warpgroups
 
 
@@ -124,12 +126,12 @@ def launch(
     q_map, q_rows = copy_engine(q, q_tiles)
     k_map, k_rows = copy_engine(k, k_tiles)
     v_map, v_rows = copy_engine(v, v_tiles, transposed=True)
-    table_map, table_rows, table_tiles = None, None, None
+    table_map, table_rows, cells = None, None, None
     if cutlass.const_expr(build.table is not None):
-        table_tiles = swizzled_tiles(arrays[-1].element_type, tile.q, tile.k, room.table)
-        table_map, table_rows = copy_engine(arrays[-1], table_tiles)
+        cells = table_tiles(arrays[-1].element_type, tile.q, tile.k, room.table)
+        table_map, table_rows = copy_engine(arrays[-1], cells)
     attention(
-        q_map, k_map, v_map, table_map, q_rows, k_rows, v_rows, table_rows, q_tiles, k_tiles, v_tiles, table_tiles,
+        q_map, k_map, v_map, table_map, q_rows, k_rows, v_rows, table_rows, q_tiles, k_tiles, v_tiles, cells,
         out, lse, records, runs, sinks, arrays, scale, q.shape[1] // k.shape[1], next_item, section, sections, build,
     ).launch(
         grid=(blocks, 1, 1), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream,
@@ -141,7 +143,7 @@ def attention(
     q_map: cute.CopyAtom, k_map: cute.CopyAtom, v_map: cute.CopyAtom, table_map: cute.CopyAtom | None,
     q_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor, table_rows: cute.Tensor | None,
     q_tiles: cute.ComposedLayout, k_tiles: cute.ComposedLayout, v_tiles: cute.ComposedLayout,
-    table_tiles: cute.ComposedLayout | None,
+    cells: cute.ComposedLayout | None,
     out: cute.Tensor, lse: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple,
     scale: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32, build: cutlass.Constexpr,
 ):  # fmt: skip
@@ -154,7 +156,7 @@ def attention(
     )
     table_tile = None
     if cutlass.const_expr(build.table is not None):
-        table_tile = memory.allocate_tensor(arrays[-1].element_type, table_tiles.outer, 1024, table_tiles.inner)
+        table_tile = memory.allocate_tensor(arrays[-1].element_type, cells.outer, 1024, cells.inner)
     items = memory.allocate_tensor(Int32, cute.make_layout((WORDS, PLACES)), 16)
     of_q, of_k, of_v = (barriers(memory, cute.size(x, mode=[2]), 1, warps) for x in (q_tile, k_tile, v_tile))
     of_table = barriers(memory, 1 if table_tile is None else cute.size(table_tile, mode=[2]), 1, warps)
@@ -431,7 +433,7 @@ def cells_of(c):
     if c.build.table is None:
         return None
     wait_until_full(c.rings.table)
-    return read_cells(c.table_tile, c.rings.table.stage[0], c.at[0][0], c.s)
+    return read_cells(c.table_tile, c.rings.table.stage[0], c.at[0][0], cute.arch.lane_idx() % 4, cute.size(c.s))
 
 
 def free_k(c):
@@ -501,7 +503,7 @@ def correct(c, tile, sums):
     rescale = cute.make_rmem_tensor_like(c.rows.row_max)
     if any_above(FINITE_SUM, sums, c.rows_left[0]):
         multiply_q_k_again(c)
-        score_tile(c, tile, cells_of(c), False)
+        score_tile(c, anew(tile), cells_of(c), False)  # nothing of the first time is kept for this
         copy(exact(c.rows, c.s, 0.0), rescale)
     else:
         copy(tame(c.rows, c.s, sums, c.q_tile.element_type), rescale)

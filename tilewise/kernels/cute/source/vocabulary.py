@@ -97,6 +97,17 @@ def role_of():
     return warp_number // 4, warp_number == 0
 
 
+def table_tiles(element, rows, columns, count):
+    """Tiles as the copy engine writes them, in parts whose rows have 128 bytes, or 64 if that is what divides them."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if row_bytes(element, columns) == 128 else kinds.K_SW64
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, element), (rows, columns, count), order=(0, 1, 2))
+
+
+def row_bytes(element, columns):
+    return 128 if columns * element.width // 8 % 128 == 0 else 64
+
+
 def swizzled_tiles(element, rows, columns, count, transposed=False):
     """Tiles as the copy engine writes and wgmma reads them: parts of 64 columns, whose rows have 128 bytes.
 
@@ -109,20 +120,22 @@ def swizzled_tiles(element, rows, columns, count, transposed=False):
     return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 
 
-def read_cells(tiles, stage, row, s):
-    """Numbers of a swizzled tile, those at the places of the numbers s that a thread has of a product, two at a time.
+def read_cells(tiles, stage, row, quarter, count):
+    """Numbers of a table's tile, at the places of those that a thread has of a product, so many, two at a time.
 
-    row: of its first. Chunks of 16 bytes changed places by row; of each eight columns a thread of a quad has two.
+    row: its first; quarter: which thread of its quad it is: of each eight columns it has two. Chunks of 16 bytes changed
+    places, in another way in each 128 bytes.
     """
     element, (rows, columns) = tiles.element_type, (cute.size(tiles, mode=[i]) for i in range(2))
     two = Int32 if element.width == 16 else Int64
-    in_row, in_chunk = 128 // (two.width // 8), 16 // (two.width // 8)
+    in_row, in_chunk = (size // (two.width // 8) for size in (row_bytes(element, columns), 16))
+    turned = row % 8 if row_bytes(element, columns) == 128 else row // 2 % 4
     pairs = cute.make_tensor(cute.recast_ptr(tiles.iterator, dtype=two), cute.make_layout(cute.size(tiles) // 2))
-    cells, quarter = cute.make_rmem_tensor((cute.size(s) // 2,), two), cute.arch.lane_idx() % 4
+    cells = cute.make_rmem_tensor((count // 2,), two)
     first = stage * (rows * columns // 2) + row * in_row
     for group in range(columns // 8):
         part, number = divmod(4 * group, in_row)  # the group's first pair, of those of a part's row
-        chunk = (number // in_chunk + quarter // in_chunk) ^ (row % 8)
+        chunk = (number // in_chunk + quarter // in_chunk) ^ turned
         for half in range(2):
             place = first + (part * rows + 8 * half) * in_row
             cells[2 * group + half] = pairs[place + chunk * in_chunk + quarter % in_chunk]
@@ -203,9 +216,13 @@ def wait_in_place(always):
 
 def pin(numbers):
     """The compiler may not move the computation of these across this place."""
-    kind = numbers.element_type
     for i in range(cute.size(numbers)):
-        numbers[i] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[kind], read_only_args=[numbers[i]])
+        numbers[i] = anew(numbers[i])
+
+
+def anew(x):
+    """The same number, though the compiler does not know: what depends on it is computed again."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[type(x)], read_only_args=[x])
 
 
 def operand_of_product(fragment):
