@@ -6,6 +6,7 @@ from cutlass import BFloat16, Int32
 from cutlass.cute.nvgpu import warp
 
 from tilewise.kernels.cute.source.backward_sm90_rows import product_of_d_q
+from tilewise.kernels.cute.source.items import Order, in_turns
 from tilewise.kernels.cute.source.vocabulary import (
     by_rows,
     operand_of_product,
@@ -82,6 +83,15 @@ def cells(room: cute.Tensor, out: cute.Tensor, size: cutlass.Constexpr):
             for quarter in cutlass.range(4):
                 read = read_cells(tiles, stage, i // 8 * 16 + i % 8, quarter, out.shape[3])
                 write(out[stage, i, quarter, None], read)
+
+
+@cute.jit
+def turns(out: cute.Tensor, heads: Int32, section: Int32, sections: Int32):
+    """out: (items, 2); the head and the tile of each."""
+    count = out.shape[0]
+    for index in cutlass.range(count):
+        head, tile = in_turns(index, heads, count // heads, Order(out, section, sections))
+        out[index, 0], out[index, 1] = head, tile
 
 
 def write(row, numbers):

@@ -35,8 +35,14 @@ def _wanted(
     return kernel_of(backward_rung(spec, shape) if rung == "backward" else RUNGS[rung], spec, shape, aligned)
 
 
+def _long(dtype: str, d: int, mask: Expr | None = None, score: Expr | None = None) -> Wanted:
+    spec = Attention(0.1, mask, score)
+    return kernel_of(RUNGS["forward_sm90"], spec, Shape(1, 4, 2, 4096, 4096, d, d, dtype))
+
+
 ALL = EXPRESSIONS["functions"] + EXPRESSIONS["division"] + EXPRESSIONS["clamped"]
 BIAS = tw.bias(np.zeros((1, 4, 100, 100), np.float32))
+ODD = tw.bias(np.zeros((1, 4, 101, 101), np.float32))  # whose rows the copy engine does not take
 DOCUMENT, DENSE = tw.document(np.zeros(100, np.int32)), tw.dense(np.ones((100, 100), bool))
 KERNELS = {
     "basic, float16": ("sm_80", _wanted("basic", "float16", 64, tw.causal())),
@@ -50,6 +56,9 @@ KERNELS = {
     "sm90, 256": ("sm_90a", _wanted("forward_sm90", "bfloat16", 256, tw.causal())),
     "sm90, packed": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), lengths=LENGTHS)),
     "sm90, bias": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), BIAS)),
+    "sm90, bias by cells": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), ODD)),
+    "sm90, long": ("sm_90a", _long("bfloat16", 64, tw.causal())),
+    "sm90, long bias": ("sm_90a", _long("float16", 64, None, tw.bias(np.zeros((4096, 4096), np.float16)))),
     "sm90, gradients of 64": ("sm_90a", _wanted("backward", "bfloat16", 64, tw.causal())),
     "sm90, gradients of 128": ("sm_90a", _wanted("backward", "bfloat16", 128, tw.causal())),
     "sm90, packed gradients": ("sm_90a", _wanted("backward", "float16", 64, tw.causal(), tw.alibi(4), lengths=LENGTHS)),
@@ -81,7 +90,11 @@ def test_no_head_of_the_first_kernel_spills(arch: str, dtype: str, d: int) -> No
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("score", [None, tw.softcap(30.0), tw.alibi(4), BIAS], ids=["none", "softcap", "alibi", "bias"])
+@pytest.mark.parametrize(
+    "score",
+    [None, tw.softcap(30.0), tw.alibi(4), BIAS, ODD],
+    ids=["none", "softcap", "alibi", "bias", "bias by cells"],
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("rung", ["forward_sm90", "backward"])
@@ -103,9 +116,10 @@ def test_no_mask_of_arrays_spills(rung: str, d: int, mask: Expr) -> None:
 
 def test_tiles_are_smaller_where_keys_have_cells() -> None:
     tiles = {name: _wanted("forward_sm90", "bfloat16", 128, mask, score).tile.k for name, mask, score in (
-        ("plain", None, None), ("slopes", None, tw.alibi(4)), ("bias", None, BIAS), ("document", DOCUMENT, None),
+        ("plain", None, None), ("slopes", None, tw.alibi(4)), ("bias", None, BIAS), ("read cell by cell", None, ODD),
+        ("document", DOCUMENT, None),
     )}  # fmt: skip
-    assert tiles == {"plain": 128, "slopes": 128, "bias": 64, "document": 64}
+    assert tiles == {"plain": 128, "slopes": 128, "bias": 128, "read cell by cell": 64, "document": 64}
 
 
 def test_gradients_go_by_tiles_of_their_own() -> None:
