@@ -60,11 +60,11 @@ def places(plain: cute.Tensor, transposed: cute.Tensor, element: cutlass.Constex
 
 @cute.jit
 def in_registers(out: cute.Tensor, again: cutlass.Constexpr):
-    """out: (threads, numbers, 2); where in a product of 64 rows each number is, in the order of a thread's registers: of
-    wgmma, or of the instruction by which a warp computes the same once more."""
+    """out: (threads, numbers, 2); where in a product of 64 rows each number is, in the order of a thread's registers:
+    of wgmma, or of the instruction by which a warp computes the same once more."""
     size = 64, 2 * out.shape[1]
     for thread in cutlass.range(out.shape[0]):
-        mma = product(cutlass.BFloat16) if cutlass.const_expr(again) else products_sm90(cutlass.BFloat16, *size, 64)[0][0]
+        mma = made("bfloat16" if again else "wgmma bfloat16", size)
         at = mma.get_slice(thread).partition_C(cute.make_identity_tensor(size))
         order = mma.make_fragment_C(mma.partition_shape_C(size)).layout
         for i in cutlass.range(out.shape[1], unroll_full=True):

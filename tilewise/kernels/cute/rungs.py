@@ -89,15 +89,15 @@ class ForwardSm90:
     def tile(self, spec: Attention, shape: Shape) -> Tile:
         """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
         table = table_of(spec)
+        is_simple = spec.score is None or (table is not None and table.is_all_of(spec.score))
         is_costly, largest = _is_costly(spec, table), max(shape.d, shape.d_v)
         if largest > 128:
-            return Tile(128, 48 if is_costly else 64)
+            return Tile(128, 64 if is_simple and not is_costly else 32)
         if largest > 64 or is_costly:
             return Tile(128, 64 if is_costly else 128)
         # Three warpgroups hide more, but their larger tiles leave more of a short sequence over, and a thread of them
         # has no registers for a score.
         sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
-        is_simple = spec.score is None or (table is not None and table.is_all_of(spec.score))
         is_long = shape.n_q // sequences >= LONG and is_simple and not spec.batch_invariant
         return Tile(192, 96) if is_long else Tile(128, 128)
 

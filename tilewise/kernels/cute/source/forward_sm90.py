@@ -174,8 +174,8 @@ def attention(
             load(
                 Arrays(q_map, q_rows, q_tile, filling(of_q[0])), Arrays(k_map, k_rows, k_tile, filling(of_k[0])),
                 Arrays(v_map, v_rows, v_tile, filling(of_v[0])),
-                Arrays(table_map, table_rows, table_tile, filling(of_table[0])), items, reading(of_items[0]), of_begun[0],
-                runs, group, build,
+                Arrays(table_map, table_rows, table_tile, filling(of_table[0])), items, reading(of_items[0]),
+                of_begun[0], runs, group, build,
             )  # fmt: skip
         if warp_number == 1:
             order = Order(next_item, section, sections)
@@ -224,7 +224,7 @@ def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Co
                 wait_until_free(k.ring)
                 copy_rows(k, tile, work.k_begin, work.place.hk, b, (build.tile.k, build.depth))
                 if cutlass.const_expr(build.table is not None):
-                    load_table(table, tile, work, build)
+                    load_table(table, tile, work_of_item(items, stage, group), build)  # read again: registers are few
                 if next_v[0] >= 0:
                     load_v(v, next_v, build)
                 next_v[0], next_v[1], next_v[2], next_v[3] = tile, work.k_begin, work.place.hk, b
@@ -483,7 +483,10 @@ def full_step(c, tile):
     before = columns * eighths_before_wait(c.build) // 8
     speculate(c.rows, c.s, sums, 0, before)
     pin(sums)
-    wait_in_place(c.group > 0)
+    if cutlass.const_expr(before < columns):
+        wait_in_place(c.group > 0)
+    else:
+        warpgroup.wait_group(0)
     speculate(c.rows, c.s, sums, before, columns)
     pack(c)
     pin(cute.recast_tensor(c.narrow, Int32))
@@ -512,8 +515,9 @@ def correct(c, tile, sums):
 
 
 def eighths_before_wait(build):
-    """How many of a tile's exponentials are under way when the product before is waited for."""
-    return 4 if build.tile.q == 192 else 6
+    """How many of a tile's exponentials are under way when the product before is waited for; if all, the compiler finds
+    a better place for that wait."""
+    return 4 if build.tile.q == 192 else 6 if build.depth > 64 else 8
 
 
 def next_is(c, tile):

@@ -8,7 +8,6 @@ free earlier.
 
 from typing import NamedTuple
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 

@@ -77,7 +77,10 @@ def speculate(rows, s, sums, first, last):
 
 def any_above(limit, sums, rows_left):
     """Of the rows of this warp; those beyond the last query may be anything. rows_left: from the thread's first on."""
-    above = [where(sums[row] <= limit, Int32(0), Int32(1)) & where(rows_left > 8 * row, Int32(1), Int32(0)) for row in range(2)]
+    above = [
+        where(sums[row] <= limit, Int32(0), Int32(1)) & where(rows_left > 8 * row, Int32(1), Int32(0))
+        for row in range(2)
+    ]
     return cute.arch.vote_any_sync((above[0] | above[1]) != 0)
 
 

@@ -9,11 +9,12 @@ stage       a place for a tile in a ring of them: the last mode of a tile's layo
 map         a cute.CopyAtom of the copy engine: where an array lies, and how its tiles are to lie in shared memory
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, pipeline
+from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import CopyUniversalOp, MmaUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
 
 from tilewise.kernels.cute.source.operations import where
@@ -123,37 +124,40 @@ def swizzled_tiles(element, rows, columns, count, transposed=False):
 def read_cells(tiles, stage, row, quarter, count):
     """Numbers of a table's tile, at the places of those that a thread has of a product, so many, two at a time.
 
-    row: its first; quarter: which thread of its quad it is: of each eight columns it has two. Chunks of 16 bytes changed
-    places, in another way in each 128 bytes.
+    row: its first; quarter: which thread of its quad it is: of each eight columns it has two. Chunks of 16 bytes
+    changed places, in another way in each 128 bytes.
     """
     element, (rows, columns) = tiles.element_type, (cute.size(tiles, mode=[i]) for i in range(2))
     two = Int32 if element.width == 16 else Int64
     in_row, in_chunk = (size // (two.width // 8) for size in (row_bytes(element, columns), 16))
     turned = row % 8 if row_bytes(element, columns) == 128 else row // 2 % 4
     pairs = cute.make_tensor(cute.recast_ptr(tiles.iterator, dtype=two), cute.make_layout(cute.size(tiles) // 2))
-    cells = cute.make_rmem_tensor((count // 2,), two)
     first = stage * (rows * columns // 2) + row * in_row
-    for group in range(columns // 8):
+
+    def pair(i):
+        group, half = divmod(i, 2)
         part, number = divmod(4 * group, in_row)  # the group's first pair, of those of a part's row
         chunk = (number // in_chunk + quarter // in_chunk) ^ turned
-        for half in range(2):
-            place = first + (part * rows + 8 * half) * in_row
-            cells[2 * group + half] = pairs[place + chunk * in_chunk + quarter % in_chunk]
-    return Cells(cells, element)
+        return pairs[first + (part * rows + 8 * half) * in_row + chunk * in_chunk + quarter % in_chunk]
+
+    if element.width == 32:
+        return Cells(pair, element)  # registers have no room for all of them
+    return Cells([pair(i) for i in range(count // 2)].__getitem__, element)
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
     """Numbers as they were read, two at a time, of which each is widened when it is asked for."""
 
-    pairs: cute.Tensor
+    pair: Callable
     element: type
 
     def __getitem__(self, i):
-        if self.element is not BFloat16:
-            return cute.recast_tensor(self.pairs, self.element)[i].to(Float32)
-        pair = self.pairs[i // 2]  # the upper halves of two numbers of float32, which is one operation each
-        return (pair & -65536 if i % 2 else pair << 16).bitcast(Float32)
+        both = self.pair(i // 2)
+        if self.element is BFloat16:  # the upper half of a number of float32: one operation
+            return (both & -65536 if i % 2 else both << 16).bitcast(Float32)
+        bits = Int16 if self.element is Float16 else Int32
+        return bits(both >> self.element.width * (i % 2)).bitcast(self.element).to(Float32)
 
 
 def seen_across(tiles):
@@ -205,8 +209,8 @@ def _adding(mma, adds):
 
 @cute.jit
 def wait_in_place(always):
-    """For all products, just here: a compiler that finds a plain wait moves it up, above the work that should hide it. A
-    branch holds it in place, as long as its sides differ, if only by a remark. `always` must be beyond what it can
+    """For all products, just here: a compiler that finds a plain wait moves it up, above the work that should hide it.
+    A branch holds it in place, as long as its sides differ, if only by a remark. `always` must be beyond what it can
     know."""
     if always:
         cute.arch.inline_ptx("wgmma.wait_group.sync.aligned 0; // as always")
@@ -251,9 +255,7 @@ def store_in_quads(acc, rows, count, first_row):
             transpose_in_quad(four, quarter)
             place = first_row + 8 * row, n + quarter
             if (place[0] < count) & (8 * place[1] < rows.shape[1]):
-                cute.autovec_copy(
-                    cute.recast_tensor(four, element), cute.local_tile(rows, (1, 8), place)[0, None]
-                )
+                cute.autovec_copy(cute.recast_tensor(four, element), cute.local_tile(rows, (1, 8), place)[0, None])
 
 
 def transpose_in_quad(words, i):
