@@ -92,7 +92,7 @@ class ForwardSm90:
         is_simple = spec.score is None or (table is not None and table.is_all_of(spec.score))
         is_costly, largest = _is_costly(spec, table), max(shape.d, shape.d_v)
         if largest > 128:
-            return Tile(128, 64 if is_simple and not is_costly else 32)
+            return Tile(128, 48 if is_costly else 64)
         if largest > 64 or is_costly:
             return Tile(128, 64 if is_costly else 128)
         # Three warpgroups hide more, but their larger tiles leave more of a short sequence over, and a thread of them

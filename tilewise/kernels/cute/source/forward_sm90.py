@@ -38,6 +38,7 @@ from tilewise.kernels.cute.source.rings import (
     free,
     free_place,
     reading,
+    stage_of,
     wait_until_free,
     wait_until_full,
 )
@@ -83,7 +84,8 @@ from tilewise.kernels.cute.source.vocabulary import (
 SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those for barriers and items
 MOST_STAGES = 4
 TURNS = 2  # the first of the barriers by which warpgroups take turns
-REGISTERS = {2: (32, 240), 3: (32, 160)}  # of a thread that produces and one that consumes, by warpgroups that do
+# Of a thread that produces and one that consumes, by warpgroups that do, and where heads are large.
+REGISTERS, REGISTERS_OF_LARGE = {2: (40, 232), 3: (32, 160)}, (32, 240)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # the same where a single warp produces, for two warpgroups
 
 
@@ -148,7 +150,7 @@ def attention(
     scale: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32, build: cutlass.Constexpr,
 ):  # fmt: skip
     element, consumers = out.element_type, build.tile.q // 64
-    warps, (produces, consumes) = 4 * consumers, REGISTERS[consumers]
+    warps, (produces, consumes) = 4 * consumers, REGISTERS_OF_LARGE if build.columns > 128 else REGISTERS[consumers]
 
     memory = SmemAllocator()
     q_tile, k_tile, v_tile = (
@@ -209,7 +211,7 @@ def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Co
     next_v[0] = Int32(-1)
     n_runs = wait_for_item(items, item_ring)
     while n_runs > 0:
-        stage = item_ring.stage[0]
+        stage = stage_of(item_ring)
         work, b = work_of_item(items, stage, group), items[BATCH, stage]
         # 1 load q
         wait_until_free(q.ring)
@@ -259,7 +261,7 @@ def copy_rows(array, tile, begins, h, b, size, transposed=False):
 def copy_tile(array, rows, size, which):
     from_, to = parts(array.map, rows, array.places, size, which)
     size_in_bytes = cute.size_in_bytes(array.places.element_type, cute.select(array.places.layout, [0, 1]))
-    copy_to_place(array.ring, array.map, from_, to[None, array.ring.stage[0]], size_in_bytes)
+    copy_to_place(array.ring, array.map, from_, to[None, stage_of(array.ring)], size_in_bytes)
 
 
 def parts(map_, rows, tile, size, which):
@@ -349,19 +351,19 @@ def consume(c, out, lse, sinks):
         zero(c.acc)
         # for each kv tile of the schedule:
         for i in cutlass.range(n_runs, unroll=1):
-            first, last, kind = run_of_item(c.items, c.rings.items.stage[0], c.runs, n_runs - 1 - i)
+            first, last, kind = run_of_item(c.items, stage_of(c.rings.items), c.runs, n_runs - 1 - i)
             if i == 0:
                 last = last - 1  # it was the item's first
             if kind == PARTIAL:
                 for j in cutlass.range(last - first, unroll=1):
-                    masked_step(c, last - 1 - j)
+                    exact_step(c, last - 1 - j, True)
             else:
                 for j in cutlass.range(last - first, unroll=1):
                     full_step(c, last - 1 - j)
         free(c.rings.q)
 
         # The last product of this item beside the first of the next.
-        done, stage = copied(c.rows), c.rings.items.stage[0]
+        done, stage = copied(c.rows), stage_of(c.rings.items)
         advance(c.rings.items)
         n_runs = wait_for_item(c.items, c.rings.items)
         if n_runs > 0:
@@ -402,27 +404,27 @@ def begin_products(c):
 def wait_for_v(c):
     wait_until_full(c.rings.v)
     if c.build.packed:
-        clear_rows(c.v_tile[None, None, c.rings.v.stage[0]], c.keys_left[0], c.thread, c.build.tile.q)
+        clear_rows(c.v_tile[None, None, stage_of(c.rings.v)], c.keys_left[0], c.thread, c.build.tile.q)
 
 
 # 2 s = q @ k.T
 def multiply_q_k(c):
-    multiply(c.qk, c.s, c.q[None, None, None, c.rings.q.stage[0]], c.k[None, None, None, c.rings.k.stage[0]], False)
+    multiply(c.qk, c.s, c.q[None, None, None, stage_of(c.rings.q)], c.k[None, None, None, stage_of(c.rings.k)], False)
 
 
 @cute.jit
 def multiply_q_k_again(c):
     """The same for this warp's 16 rows alone, once more: k is still there."""
     mma, depth = product(c.q_tile.element_type), c.build.depth
-    q_rows = cute.local_tile(c.q_tile[None, None, c.rings.q.stage[0]], (64, depth), (c.number, 0))
+    q_rows = cute.local_tile(c.q_tile[None, None, stage_of(c.rings.q)], (64, depth), (c.number, 0))
     s = cute.make_tensor(c.s.iterator, mma.make_fragment_C(mma.partition_shape_C((64, c.build.tile.k))).layout)
     zero(s)
-    basic.multiply(mma, s, q_rows, c.k_tile[None, None, c.rings.k.stage[0]], c.thread % WARPGROUP, False)
+    basic.multiply(mma, s, q_rows, c.k_tile[None, None, stage_of(c.rings.k)], c.thread % WARPGROUP, False)
 
 
 def score_tile(c, tile, cells, masked):
     """3 score, 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)"""
-    work, first_key = work_of_item(c.items, c.rings.items.stage[0], c.group), tile * c.build.tile.k
+    work, first_key = work_of_item(c.items, stage_of(c.rings.items), c.group), tile * c.build.tile.k
     score(c.s, c.at, first_key, work, c.arrays, c.scale, c.build, cells)
     if masked:
         mask(c.s, c.at, first_key, work, c.arrays, c.build)
@@ -433,7 +435,7 @@ def cells_of(c):
     if c.build.table is None:
         return None
     wait_until_full(c.rings.table)
-    return read_cells(c.table_tile, c.rings.table.stage[0], c.at[0][0], cute.arch.lane_idx() % 4, cute.size(c.s))
+    return read_cells(c.table_tile, stage_of(c.rings.table), c.at[0][0], cute.arch.lane_idx() % 4, cute.size(c.s))
 
 
 def free_k(c):
@@ -447,7 +449,7 @@ def free_k(c):
 @cute.jit
 def first_tile(c, n_runs, cells):
     """Of an item: its last one. There is nothing to rescale yet."""
-    stage = c.rings.items.stage[0]
+    stage = stage_of(c.rings.items)
     work = work_of_item(c.items, stage, c.group)
     _, last, kind = run_of_item(c.items, stage, c.runs, n_runs - 1)
     c.rows_left[0] = work.n_q - work.first - c.at[0][0]
@@ -460,9 +462,9 @@ def first_tile(c, n_runs, cells):
 
 
 @cute.jit
-def masked_step(c, tile):
+def exact_step(c, tile, masked: cutlass.Constexpr):
     """The online softmax as it is written everywhere."""
-    score_tile(c, tile, begin_products(c), True)
+    score_tile(c, tile, begin_products(c), masked)
     free_k(c)
     rescale = exact(c.rows, c.s, PATIENCE)
     warpgroup.wait_group(0)
@@ -473,9 +475,18 @@ def masked_step(c, tile):
     next_is(c, tile)
 
 
-@cute.jit
 def full_step(c, tile):
-    """Speculation: some exponentials hide the product before, and the last ones run beside the work that follows."""
+    """No registers are left to compute scores once more where heads are large and scores not plain products."""
+    is_plain = not hasattr(c.build.variant, "score") and not c.build.loaded
+    if c.build.columns <= 128 or is_plain:
+        speculative_step(c, tile)
+    else:
+        exact_step(c, tile, False)
+
+
+@cute.jit
+def speculative_step(c, tile):
+    """Some exponentials hide the product before, and the last ones run beside the work that follows."""
     score_tile(c, tile, begin_products(c), False)
     sums = cute.make_rmem_tensor((2,), Float32)
     zero(sums)
@@ -523,12 +534,12 @@ def eighths_before_wait(build):
 def next_is(c, tile):
     """The tile that p has the weights of."""
     if c.build.packed:
-        c.keys_left[0] = c.items[4, c.rings.items.stage[0]] - tile * c.build.tile.k
+        c.keys_left[0] = c.items[4, stage_of(c.rings.items)] - tile * c.build.tile.k
 
 
 # 6 acc = acc * rescale + p @ v
 def multiply_p_v(c):
-    multiply(c.pv, c.acc, c.p, c.v[None, None, None, c.rings.v.stage[0]], True)
+    multiply(c.pv, c.acc, c.p, c.v[None, None, None, stage_of(c.rings.v)], True)
 
 
 def pack(c):

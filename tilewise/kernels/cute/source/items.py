@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from tilewise.kernels.cute.source.operations import maximum, minimum, where
-from tilewise.kernels.cute.source.rings import advance, full_of, wait_until_free, wait_until_full
+from tilewise.kernels.cute.source.rings import advance, full_of, stage_of, wait_until_free, wait_until_full
 from tilewise.kernels.cute.source.tiles import FIELDS, work_of_fields
 
 WORDS = 32  # of an item: its record, batch index and head, and runs
@@ -41,7 +41,7 @@ def schedule(items, ring, begun, records, runs, order):
     while index < count:
         wait_until_free(ring)
         head, tile = in_turns(index, batch * heads, tiles, order)
-        items[lane, ring.stage[0]] = word_of(lane, head // heads, head % heads, tile, records, runs)
+        items[lane, stage_of(ring)] = word_of(lane, head // heads, head % heads, tile, records, runs)
         cute.arch.mbarrier_arrive(full_of(ring))
         advance(ring)
         wait_until_full(begun)
@@ -53,7 +53,7 @@ def schedule(items, ring, begun, records, runs, order):
                 order.next_item[0] = Int32(0)
         index = cute.arch.shuffle_sync(taken, 0) + blocks
     wait_until_free(ring)
-    items[lane, ring.stage[0]] = Int32(-1)
+    items[lane, stage_of(ring)] = Int32(-1)
     cute.arch.mbarrier_arrive(full_of(ring))
 
 
@@ -77,7 +77,7 @@ def word_of(lane, b, h, tile, records, runs):
 def wait_for_item(items, ring):
     """How many runs the next item has; -1 if there is none."""
     wait_until_full(ring)
-    return cute.arch.make_warp_uniform(items[N_RUNS, ring.stage[0]])
+    return cute.arch.make_warp_uniform(items[N_RUNS, stage_of(ring)])
 
 
 def work_of_item(items, stage, group):

@@ -25,15 +25,14 @@ class Barriers(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Where a role stands: the place that is next, and the parity of its barriers' phase."""
+    """Where a role stands: at the place that is next, of two rounds, as the parity of barriers' phases has two."""
 
     barriers: Barriers
-    stage: cute.Tensor
-    parity: cute.Tensor
+    at: cute.Tensor
 
 
 def barriers(memory, count, fillers, readers):
-    """In shared memory, for so many places; fillers and readers: how many arrive. One thread calls `made` of them."""
+    """In shared memory, for so many places; fillers and readers: how many of them arrive."""
     made = Barriers(memory.allocate_array(Int64, 2 * count), count)
     return made, fillers, readers
 
@@ -53,31 +52,41 @@ def reading(made):
 
 def filling(made):
     """A ring whose places are all free: the phase before the first is taken for over."""
-    return _ring(made, 1)
+    return _ring(made, made.count)
 
 
-def _ring(made, parity):
-    ring = Ring(made, *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)))
-    ring.stage[0], ring.parity[0] = Int32(0), Int32(parity)
+def _ring(made, at):
+    ring = Ring(made, cute.make_rmem_tensor((1,), Int32))
+    ring.at[0] = Int32(at)
     return ring
+
+
+def stage_of(ring):
+    """The number of the next place."""
+    count = ring.barriers.count
+    return where(ring.at[0] < count, ring.at[0], ring.at[0] - count)
 
 
 def full_of(ring):
     """The barrier of the next place."""
-    return ring.barriers.first + ring.stage[0]
+    return ring.barriers.first + stage_of(ring)
 
 
 def wait_until_full(ring):
-    cute.arch.mbarrier_wait(full_of(ring), ring.parity[0])
+    cute.arch.mbarrier_wait(full_of(ring), _parity(ring))
 
 
 def wait_until_free(ring):
-    cute.arch.mbarrier_wait(ring.barriers.free + ring.stage[0], ring.parity[0])
+    cute.arch.mbarrier_wait(ring.barriers.free + stage_of(ring), _parity(ring))
+
+
+def _parity(ring):
+    return where(ring.at[0] < ring.barriers.count, Int32(0), Int32(1))
 
 
 def free(ring):
     """A warp has read the next place, and goes on to the one after it."""
-    free_place(ring, ring.stage[0])
+    free_place(ring, stage_of(ring))
     advance(ring)
 
 
@@ -88,9 +97,8 @@ def free_place(ring, stage):
 
 
 def advance(ring):
-    is_last = ring.stage[0] == ring.barriers.count - 1
-    ring.parity[0] = where(is_last, ring.parity[0] ^ 1, ring.parity[0])
-    ring.stage[0] = where(is_last, Int32(0), ring.stage[0] + 1)
+    after = ring.at[0] + 1
+    ring.at[0] = where(after == 2 * ring.barriers.count, Int32(0), after)
 
 
 def copy_to_place(ring, map_, rows, place, size):
