@@ -45,7 +45,8 @@ class Wanted:
 
     def __str__(self) -> str:
         heads = f"{self.depth}" if self.depth == self.columns else f"{self.depth} and {self.columns}"
-        return f"{self.rung}, {self.dtype}, heads up to {heads}{'' if self.vector > 1 else ', not aligned'}"
+        is_long = ", long" if self.tile.q > 128 else ""
+        return f"{self.rung}, {self.dtype}, heads up to {heads}{is_long}{'' if self.vector > 1 else ', not aligned'}"
 
 
 def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -> Wanted:

@@ -423,9 +423,11 @@ def multiply_q_k_again(c):
 
 
 def score_tile(c, tile, cells, masked):
-    """3 score, 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)"""
+    """cells: of a table, or None."""
     work, first_key = work_of_item(c.items, stage_of(c.rings.items), c.group), tile * c.build.tile.k
+    # 3 score
     score(c.s, c.at, first_key, work, c.arrays, c.scale, c.build, cells)
+    # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
     if masked:
         mask(c.s, c.at, first_key, work, c.arrays, c.build)
 
