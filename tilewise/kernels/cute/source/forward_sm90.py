@@ -84,8 +84,8 @@ from tilewise.kernels.cute.source.vocabulary import (
 SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those for barriers and items
 MOST_STAGES = 4
 TURNS = 2  # the first of the barriers by which warpgroups take turns
-# Of a thread that produces and one that consumes, by warpgroups that do, and where heads are large.
-REGISTERS, REGISTERS_OF_LARGE = {2: (40, 232), 3: (32, 160)}, (32, 240)
+REGISTERS = {2: (32, 240), 3: (32, 160)}  # of a thread that produces and one that consumes, by warpgroups that do
+REGISTERS_OF_SMALL = 40, 232  # where two do and heads are small
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # the same where a single warp produces, for two warpgroups
 
 
@@ -150,7 +150,8 @@ def attention(
     scale: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32, build: cutlass.Constexpr,
 ):  # fmt: skip
     element, consumers = out.element_type, build.tile.q // 64
-    warps, (produces, consumes) = 4 * consumers, REGISTERS_OF_LARGE if build.columns > 128 else REGISTERS[consumers]
+    warps, is_small = 4 * consumers, consumers == 2 and build.columns <= 64
+    produces, consumes = REGISTERS_OF_SMALL if is_small else REGISTERS[consumers]
 
     memory = SmemAllocator()
     q_tile, k_tile, v_tile = (
@@ -226,7 +227,7 @@ def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Co
                 wait_until_free(k.ring)
                 copy_rows(k, tile, work.k_begin, work.place.hk, b, (build.tile.k, build.depth))
                 if cutlass.const_expr(build.table is not None):
-                    load_table(table, tile, work_of_item(items, stage, group), build)  # read again: registers are few
+                    load_table(table, tile, work, build)
                 if next_v[0] >= 0:
                     load_v(v, next_v, build)
                 next_v[0], next_v[1], next_v[2], next_v[3] = tile, work.k_begin, work.place.hk, b

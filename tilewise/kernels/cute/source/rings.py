@@ -25,10 +25,11 @@ class Barriers(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Where a role stands: at the place that is next, of two rounds, as the parity of barriers' phases has two."""
+    """Where a role stands: the place that is next, and the parity of its barriers' phase."""
 
     barriers: Barriers
-    at: cute.Tensor
+    stage: cute.Tensor
+    parity: cute.Tensor
 
 
 def barriers(memory, count, fillers, readers):
@@ -52,41 +53,36 @@ def reading(made):
 
 def filling(made):
     """A ring whose places are all free: the phase before the first is taken for over."""
-    return _ring(made, made.count)
+    return _ring(made, 1)
 
 
-def _ring(made, at):
-    ring = Ring(made, cute.make_rmem_tensor((1,), Int32))
-    ring.at[0] = Int32(at)
+def _ring(made, parity):
+    ring = Ring(made, *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)))
+    ring.stage[0], ring.parity[0] = Int32(0), Int32(parity)
     return ring
 
 
 def stage_of(ring):
     """The number of the next place."""
-    count = ring.barriers.count
-    return where(ring.at[0] < count, ring.at[0], ring.at[0] - count)
+    return ring.stage[0]
 
 
 def full_of(ring):
     """The barrier of the next place."""
-    return ring.barriers.first + stage_of(ring)
+    return ring.barriers.first + ring.stage[0]
 
 
 def wait_until_full(ring):
-    cute.arch.mbarrier_wait(full_of(ring), _parity(ring))
+    cute.arch.mbarrier_wait(full_of(ring), ring.parity[0])
 
 
 def wait_until_free(ring):
-    cute.arch.mbarrier_wait(ring.barriers.free + stage_of(ring), _parity(ring))
-
-
-def _parity(ring):
-    return where(ring.at[0] < ring.barriers.count, Int32(0), Int32(1))
+    cute.arch.mbarrier_wait(ring.barriers.free + ring.stage[0], ring.parity[0])
 
 
 def free(ring):
     """A warp has read the next place, and goes on to the one after it."""
-    free_place(ring, stage_of(ring))
+    free_place(ring, ring.stage[0])
     advance(ring)
 
 
@@ -97,8 +93,9 @@ def free_place(ring, stage):
 
 
 def advance(ring):
-    after = ring.at[0] + 1
-    ring.at[0] = where(after == 2 * ring.barriers.count, Int32(0), after)
+    is_last = ring.stage[0] == ring.barriers.count - 1
+    ring.parity[0] = where(is_last, ring.parity[0] ^ 1, ring.parity[0])
+    ring.stage[0] = where(is_last, Int32(0), ring.stage[0] + 1)
 
 
 def copy_to_place(ring, map_, rows, place, size):
