@@ -122,6 +122,16 @@ def test_tiles_are_smaller_where_keys_have_cells() -> None:
     assert tiles == {"plain": 128, "slopes": 128, "bias": 128, "read cell by cell": 64, "document": 64}
 
 
+@needs_compiler
+def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
+    """They would wait for them for ever."""
+    from tilewise.kernels.cute.source import forward_sm90
+
+    for consumers, given in (*forward_sm90.REGISTERS.items(), (2, forward_sm90.REGISTERS_OF_SMALL)):
+        at_first = (1 << 16) // (128 * (consumers + 1)) // 8 * 8
+        assert given[0] + consumers * given[1] <= (consumers + 1) * at_first, f"{consumers} warpgroups"
+
+
 def test_gradients_go_by_tiles_of_their_own() -> None:
     """Scores are gone over twice where registers have no room for all sums: where heads are large, a slope keeps
     products, which forward need not, or keys have cells."""
