@@ -84,8 +84,8 @@ from tilewise.kernels.cute.source.vocabulary import (
 SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those for barriers and items
 MOST_STAGES = 4
 TURNS = 2  # the first of the barriers by which warpgroups take turns
-# Of a thread that produces and one that consumes, by warpgroups that do. All together they must not be more than a block
-# begins with, 168 a thread of three warpgroups and 128 of four: who asks for more waits for ever.
+# Of a thread that produces and one that consumes, by warpgroups that do. All together they must not be more than a
+# block begins with, 168 a thread of three warpgroups and 128 of four: who asks for more waits for ever.
 REGISTERS = {2: (24, 240), 3: (32, 160)}
 REGISTERS_OF_SMALL = 40, 232  # where two do and heads are small
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # the same where a single warp produces, for two warpgroups
