@@ -86,6 +86,35 @@ def test_what_the_forward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> None
     assert (scale, blocks, section, sections) == (0.1, 2 * 4 * 2, 1, 8) and next_item is count
 
 
+def test_counts_are_0_before_any_stream_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream has one of its own, and each captured launch has."""
+    waited: list[int] = []
+
+    class Stream:
+        def __init__(self, number: int) -> None:
+            self.cuda_stream = number
+
+        def synchronize(self) -> None:
+            waited.append(self.cuda_stream)
+
+    def count(stream: int, capturing: bool = False) -> int:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(stream))
+        monkeypatch.setattr(ordering.graphs, "is_capturing", lambda: capturing)
+        made = ordering._count_on(CPU)
+        assert made.shape == (1,) and made.dtype == torch.int32 and int(made) == 0
+        return int(made.data_ptr())
+
+    monkeypatch.setattr(ordering, "_counts", {})
+    monkeypatch.setattr(ordering, "_ROOM", 4)
+    monkeypatch.setattr(ordering.graphs, "held", {})
+    first, other = count(7), count(8)
+    assert first == count(7) and waited == [7], "those of the other stream were written with the first's"
+    assert len({first, other, count(7, capturing=True), count(7, capturing=True)}) == 4
+    assert len(ordering.graphs.held) == 1, "their memory is nobody else's while the process runs"
+    count(9)
+    assert waited == [7, 9]
+
+
 def test_tiles_of_a_long_call() -> None:
     def tile(n: int, **given: Any) -> Tile:
         spec = Attention(0.1, **given)

@@ -66,6 +66,14 @@ class _Counts:
     free: list[Any]
     of_stream: dict[int, Any]
 
+    def add(self, device: Any) -> None:
+        """More of them, which stay for as long as graphs may be replayed. They are 0 when this returns: the first to
+        read one may be another stream, which does not wait for the one that writes them."""
+        made = torch.zeros(_ROOM, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).synchronize()
+        graphs.hold(made)
+        self.free.extend(made.split(1))
+
 
 _counts: dict[Any, _Counts] = {}
 
@@ -80,7 +88,7 @@ def _count_on(device: Any) -> Any:
             return torch.zeros(1, dtype=torch.int32, device=device)  # a part of the graph
         counts = _counts.setdefault(device, _Counts([], {}))
         if not counts.free:
-            counts.free.extend(torch.zeros(_ROOM, dtype=torch.int32, device=device).split(1))
+            counts.add(device)
         stream = torch.cuda.current_stream(device).cuda_stream
         if stream not in counts.of_stream:
             counts.of_stream[stream] = counts.free.pop()
