@@ -18,6 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from tilewise.kernels.cute.source import basic
+from tilewise.kernels.cute.source.hopper import anew, pin, wait_in_place
 from tilewise.kernels.cute.source.items import (
     BATCH,
     PLACES,
@@ -66,19 +67,16 @@ from tilewise.kernels.cute.source.tiles import (
 from tilewise.kernels.cute.source.vocabulary import (
     ELEMENTS,
     WARPGROUP,
-    anew,
     by_rows,
     consumers_meet,
     copy_engine,
     operand_of_product,
-    pin,
     product,
     products_sm90,
     read_cells,
     store_in_quads,
     swizzled_tiles,
     table_tiles,
-    wait_in_place,
 )
 
 SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those for barriers and items
@@ -500,7 +498,7 @@ def speculative_step(c, tile):
     speculate(c.rows, c.s, sums, 0, before)
     pin(sums)
     if cutlass.const_expr(before < columns):
-        wait_in_place(c.group > 0)
+        wait_in_place(0, c.group > 0)
     else:
         warpgroup.wait_group(0)
     speculate(c.rows, c.s, sums, before, columns)

@@ -207,28 +207,6 @@ def _adding(mma, adds):
     return mma
 
 
-@cute.jit
-def wait_in_place(always):
-    """For all products, just here: a compiler that finds a plain wait moves it up, above the work that should hide it.
-    A branch holds it in place, as long as its sides differ, if only by a remark. `always` must be beyond what it can
-    know."""
-    if always:
-        cute.arch.inline_ptx("wgmma.wait_group.sync.aligned 0; // as always")
-    else:
-        cute.arch.inline_ptx("wgmma.wait_group.sync.aligned 0; // never")
-
-
-def pin(numbers):
-    """The compiler may not move the computation of these across this place."""
-    for i in range(cute.size(numbers)):
-        numbers[i] = anew(numbers[i])
-
-
-def anew(x):
-    """The same number, though the compiler does not know: what depends on it is computed again."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[type(x)], read_only_args=[x])
-
-
 def operand_of_product(fragment):
     """How numbers of a product lie as the first operand of another: two groups of eight columns are one step of it."""
     groups = cute.size(fragment) // 8
