@@ -58,7 +58,8 @@ from tilewise.kernels.cute.source.tiles import (
     Rows,
     binary,
     finish,
-    mask,
+    mask_by_variant,
+    mask_from,
     matrix,
     multiply_rows,
     rows_of,
@@ -423,14 +424,21 @@ def multiply_q_k_again(c):
     basic.multiply(mma, s, q_rows, c.k_tile[None, None, stage_of(c.rings.k)], c.thread % WARPGROUP, False)
 
 
-def score_tile(c, tile, cells, masked):
+# 3 score
+def score_tile(c, tile, cells):
     """cells: of a table, or None."""
+    work = work_of_item(c.items, stage_of(c.rings.items), c.group)
+    score(c.s, c.at, tile * c.build.tile.k, work, c.arrays, c.scale, c.build, cells)
+
+
+# 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
+@cute.jit
+def mask_tile(c, tile):
     work, first_key = work_of_item(c.items, stage_of(c.rings.items), c.group), tile * c.build.tile.k
-    # 3 score
-    score(c.s, c.at, first_key, work, c.arrays, c.scale, c.build, cells)
-    # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
-    if masked:
-        mask(c.s, c.at, first_key, work, c.arrays, c.build)
+    if work.n_k - first_key < c.build.tile.k:
+        mask_from(c.s, work.n_k - first_key - c.at[0][1])
+    if cutlass.const_expr(hasattr(c.build.variant, "mask")):
+        mask_by_variant(c.s, c.at, first_key, work, c.arrays, c.build)
 
 
 def cells_of(c):
@@ -456,9 +464,9 @@ def first_tile(c, n_runs, cells):
     work = work_of_item(c.items, stage, c.group)
     _, last, kind = run_of_item(c.items, stage, c.runs, n_runs - 1)
     c.rows_left[0] = work.n_q - work.first - c.at[0][0]
-    score_tile(c, last - 1, cells, False)
+    score_tile(c, last - 1, cells)
     if kind == PARTIAL:
-        mask(c.s, c.at, (last - 1) * c.build.tile.k, work, c.arrays, c.build)
+        mask_tile(c, last - 1)
     begin_rows(c.rows, c.s)
     free_k(c)
     c.keys_left[0] = work.n_k - (last - 1) * c.build.tile.k
@@ -467,7 +475,9 @@ def first_tile(c, n_runs, cells):
 @cute.jit
 def exact_step(c, tile, masked: cutlass.Constexpr):
     """The online softmax as it is written everywhere."""
-    score_tile(c, tile, begin_products(c), masked)
+    score_tile(c, tile, begin_products(c))
+    if cutlass.const_expr(masked):
+        mask_tile(c, tile)
     free_k(c)
     rescale = exact(c.rows, c.s, PATIENCE)
     warpgroup.wait_group(0)
@@ -490,7 +500,7 @@ def full_step(c, tile):
 @cute.jit
 def speculative_step(c, tile):
     """Some exponentials hide the product before, and the last ones run beside the work that follows."""
-    score_tile(c, tile, begin_products(c), False)
+    score_tile(c, tile, begin_products(c))
     sums = cute.make_rmem_tensor((2,), Float32)
     zero(sums)
     columns = c.build.tile.k // 4
@@ -520,7 +530,7 @@ def correct(c, tile, sums):
     rescale = cute.make_rmem_tensor_like(c.rows.row_max)
     if any_above(FINITE_SUM, sums, c.rows_left[0]):
         multiply_q_k_again(c)
-        score_tile(c, anew(tile), cells_of(c), False)  # nothing of the first time is kept for this
+        score_tile(c, anew(tile), cells_of(c))  # nothing of the first time is kept for this
         copy(exact(c.rows, c.s, 0.0), rescale)
     else:
         copy(tame(c.rows, c.s, sums, c.q_tile.element_type), rescale)

@@ -86,6 +86,22 @@ def mask(s, at, first_key, work, arrays, build):
         s[i] = where(counts, s[i], Float32(-INFINITY))
 
 
+def mask_by_variant(s, at, first_key, work, arrays, build):
+    """The same, of keys that there are; rows beyond the last query may be anything."""
+    for i in range(cute.size(s)):
+        counts = _at(build.variant.mask, s[i], at[i], first_key, work, arrays)
+        s[i] = where(counts, s[i], Float32(-INFINITY))
+
+
+def mask_from(s, left):
+    """-inf from a key on. left: how many there are from the thread's first one on."""
+    s_rows = by_rows(s)
+    for column in range(cute.size(s_rows, mode=[1])):
+        counts = left > column // 2 * 8 + column % 2  # of each eight keys a thread has two
+        for row in range(cute.size(s_rows, mode=[0])):
+            s_rows[row, column] = where(counts, s_rows[row, column], Float32(-INFINITY))
+
+
 def multiply_by_slopes(d_score, product, at, first_key, work, arrays, scale, build):
     """By the derivative of the score; a key of weight 0 passes nothing on, whatever its slope."""
     for i in range(cute.size(d_score)):
