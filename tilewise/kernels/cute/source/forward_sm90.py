@@ -135,7 +135,8 @@ def launch(
         table_map, table_rows = copy_engine(arrays[-1], cells)
     attention(
         q_map, k_map, v_map, table_map, q_rows, k_rows, v_rows, table_rows, q_tiles, k_tiles, v_tiles, cells,
-        out, lse, records, runs, sinks, arrays, scale, q.shape[1] // k.shape[1], next_item, section, sections, build,
+        out, lse, records, runs, sinks, arrays, scale, binary(scale, build), q.shape[1] // k.shape[1], next_item, section,
+        sections, build,
     ).launch(
         grid=(blocks, 1, 1), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream,
     )  # fmt: skip
@@ -148,8 +149,10 @@ def attention(
     q_tiles: cute.ComposedLayout, k_tiles: cute.ComposedLayout, v_tiles: cute.ComposedLayout,
     cells: cute.ComposedLayout | None,
     out: cute.Tensor, lse: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple,
-    scale: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32, build: cutlass.Constexpr,
+    scale: Float32, factor: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32,
+    build: cutlass.Constexpr,
 ):  # fmt: skip
+    """factor: what makes scores exponents of 2; known before, or it would be reckoned again in every step."""
     element, consumers = out.element_type, build.tile.q // 64
     warps, is_small = 4 * consumers, consumers == 2 and build.columns <= 64
     produces, consumes = REGISTERS_OF_SMALL if is_small else REGISTERS[consumers]
@@ -188,8 +191,9 @@ def attention(
         cute.arch.setmaxregister_increase(consumes)
         rings = Rings(*(reading(x[0]) for x in (of_q, of_k, of_v, of_table, of_items)))
         consumer = consumer_of(
-            q_tile, k_tile, v_tile, table_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale, build
-        )
+            q_tile, k_tile, v_tile, table_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale,
+            factor if build.raw else binary(scale, build), build,
+        )  # fmt: skip
         consume(consumer, out, lse, sinks)
 
 
@@ -317,7 +321,7 @@ class Consumer(NamedTuple):
     keys_left: cute.Tensor  # from the first key on of the tile that p has the weights of
 
 
-def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, group, arrays, scale, build):
+def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, group, arrays, scale, factor, build):
     element, thread = q_tile.element_type, cute.arch.thread_idx()[0] - WARPGROUP
     qk, pv = products_sm90(element, build.tile.q, build.tile.k, build.columns)
     mine, ours, ours_of_v = qk[0].get_slice(thread), *(x[0].get_slice(number * WARPGROUP) for x in (qk, pv))
@@ -328,7 +332,7 @@ def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, 
         number, thread, q_tile, k_tile, v_tile, table_tile, rings, items, runs, group, arrays, scale, build, qk, pv,
         qk[0].make_fragment_A(ours.partition_A(q_tile)), qk[0].make_fragment_B(ours.partition_B(k_tile)),
         pv[0].make_fragment_B(ours_of_v.partition_B(v_tile)), s, acc, p, cute.make_tensor(p.iterator, s.layout),
-        mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))), rows_of(acc, binary(scale, build)),
+        mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))), rows_of(acc, factor),
         *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)),
     )  # fmt: skip
 
