@@ -29,7 +29,7 @@ from tilewise.kernels.cute.source.items import (
     wait_for_item,
     work_of_item,
 )
-from tilewise.kernels.cute.source.operations import minimum
+from tilewise.kernels.cute.source.operations import clamped
 from tilewise.kernels.cute.source.rings import (
     advance,
     barriers,
@@ -253,7 +253,7 @@ def load_table(table, tile, work, build):
     place, sizes = work.place, table.rows.shape
     values = {"B": place.b, "H": place.h, "HK": place.hk}
     others = [Int32(values.get(x, x)) for x in (0, 0, *build.table.others)[-2:]]
-    b, h = (minimum(x, Int32(size - 1)) for x, size in zip(others, (sizes[3], sizes[2]), strict=True))
+    b, h = (clamped(x, size) for x, size in zip(others, (sizes[3], sizes[2]), strict=True))
     rows = cute.domain_offset((place.origin_q + work.first, place.origin_k), table.rows[None, None, h, b])
     copy_tile(table, rows, (build.tile.q, build.tile.k), (0, tile))
 
