@@ -71,6 +71,8 @@ from tilewise.kernels.cute.source.vocabulary import (
     by_rows,
     consumers_meet,
     copy_engine,
+    first_operand,
+    loading_operand,
     operand_of_product,
     product,
     products_sm90,
@@ -98,16 +100,28 @@ class Room(NamedTuple):
     table: int
 
 
+def holds_q(build):
+    """In registers: products then read less of shared memory, and its place is free at once. Larger heads, and scores
+    that are no plain products, have no room for it beside what computes a tile again: exponentials would wait for each
+    other."""
+    return build.depth <= 64 and is_plain(build)
+
+
+def is_plain(build):
+    """Whether scores are products alone, and masks read nothing."""
+    return not hasattr(build.variant, "score") and not build.loaded
+
+
 def room_of(build, element):
-    """Two places for a table's tiles, if k and v have two nevertheless; and for q, so that the next item's is there in
-    time."""
+    """Two places for a table's tiles, if k and v have two nevertheless; and for q, unless it is in registers, so that the
+    next item's is there in time."""
     size = element.width // 8
     q_bytes, stage_bytes = build.tile.q * build.depth * size, build.tile.k * (build.depth + build.columns) * size
     cell_bytes = ELEMENTS[build.table.dtype].width // 8 if build.table else 0
     table_bytes = build.tile.q * build.tile.k * cell_bytes
     left = SHARED - AROUND - 2 * stage_bytes
     tables = 0 if build.table is None else 2 if left >= q_bytes + 2 * table_bytes else 1
-    q_places = 2 if left >= 2 * q_bytes + tables * table_bytes else 1
+    q_places = 2 if not holds_q(build) and left >= 2 * q_bytes + tables * table_bytes else 1
     left -= q_places * q_bytes + tables * table_bytes
     return Room(q_places, min(2 + left // stage_bytes, MOST_STAGES), tables)
 
@@ -308,7 +322,7 @@ class Consumer(NamedTuple):
     build: Any
     qk: tuple  # products: that which forgets the result before, and that which adds to it
     pv: tuple
-    q: cute.Tensor  # operands in shared memory
+    q: cute.Tensor  # operands in shared memory; q in registers, if they have room
     k: cute.Tensor
     v: cute.Tensor
     s: cute.Tensor
@@ -323,14 +337,18 @@ class Consumer(NamedTuple):
 
 def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, group, arrays, scale, factor, build):
     element, thread = q_tile.element_type, cute.arch.thread_idx()[0] - WARPGROUP
-    qk, pv = products_sm90(element, build.tile.q, build.tile.k, build.columns)
+    qk, pv = products_sm90(element, build.tile.q, build.tile.k, build.columns, holds_q(build))
     mine, ours, ours_of_v = qk[0].get_slice(thread), *(x[0].get_slice(number * WARPGROUP) for x in (qk, pv))
     s = qk[0].make_fragment_C(qk[0].partition_shape_C((build.tile.q, build.tile.k)))
     acc = pv[0].make_fragment_C(pv[0].partition_shape_C((build.tile.q, build.columns)))
     p = cute.make_rmem_tensor(operand_of_product(s), element)
+    if holds_q(build):
+        q = cute.make_rmem_tensor(first_operand(build.depth // 16), element)
+    else:
+        q = qk[0].make_fragment_A(ours.partition_A(q_tile))
     return Consumer(
         number, thread, q_tile, k_tile, v_tile, table_tile, rings, items, runs, group, arrays, scale, build, qk, pv,
-        qk[0].make_fragment_A(ours.partition_A(q_tile)), qk[0].make_fragment_B(ours.partition_B(k_tile)),
+        q, qk[0].make_fragment_B(ours.partition_B(k_tile)),
         pv[0].make_fragment_B(ours_of_v.partition_B(v_tile)), s, acc, p, cute.make_tensor(p.iterator, s.layout),
         mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))), rows_of(acc, factor),
         *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)),
@@ -343,7 +361,7 @@ def consume(c, out, lse, sinks):
     pass_first_turn(c)
     # 1 load q
     n_runs = wait_for_item(c.items, c.rings.items)
-    wait_until_full(c.rings.q)
+    begin_q(c)
     wait_until_full(c.rings.k)
     take_turn(c)
     warpgroup.fence()
@@ -366,14 +384,15 @@ def consume(c, out, lse, sinks):
             else:
                 for j in cutlass.range(last - first, unroll=1):
                     full_step(c, last - 1 - j)
-        free(c.rings.q)
+        if cutlass.const_expr(not holds_q(c.build)):
+            free(c.rings.q)
 
         # The last product of this item beside the first of the next.
         done, stage = copied(c.rows), stage_of(c.rings.items)
         advance(c.rings.items)
         n_runs = wait_for_item(c.items, c.rings.items)
         if n_runs > 0:
-            wait_until_full(c.rings.q)
+            begin_q(c)
             first_tile(c, n_runs, begin_products(c))
             warpgroup.wait_group(0)
             free(c.rings.v)
@@ -388,6 +407,23 @@ def consume(c, out, lse, sinks):
         store_item(c, stage, done, out, lse, sinks)
         free_place(c.rings.items, stage)
         pack(c)
+
+
+# 1 load q (to registers, if they have room)
+def begin_q(c):
+    wait_until_full(c.rings.q)
+    if holds_q(c.build):
+        loading = cute.make_tiled_copy_A(loading_operand(c.q.element_type), product(c.q.element_type))
+        thread = anew(c.thread)  # what follows from it is not to take registers all the time
+        mine = loading.get_slice(thread % WARPGROUP)
+        cute.copy(loading, mine.partition_S(q_rows(c, thread)), mine.retile(c.q))
+        free(c.rings.q)
+
+
+def q_rows(c, thread):
+    """Of a thread's warpgroup."""
+    tile = c.q_tile[None, None, stage_of(c.rings.q)]
+    return cute.local_tile(tile, (64, c.build.depth), (thread // WARPGROUP, 0))
 
 
 def begin_products(c):
@@ -415,17 +451,31 @@ def wait_for_v(c):
 
 # 2 s = q @ k.T
 def multiply_q_k(c):
-    multiply(c.qk, c.s, c.q[None, None, None, stage_of(c.rings.q)], c.k[None, None, None, stage_of(c.rings.k)], False)
+    q = c.q if holds_q(c.build) else c.q[None, None, None, stage_of(c.rings.q)]
+    multiply(c.qk, c.s, q, c.k[None, None, None, stage_of(c.rings.k)], False)
 
 
 @cute.jit
 def multiply_q_k_again(c):
     """The same for this warp's 16 rows alone, once more: k is still there."""
-    mma, depth = product(c.q_tile.element_type), c.build.depth
-    q_rows = cute.local_tile(c.q_tile[None, None, stage_of(c.rings.q)], (64, depth), (c.number, 0))
+    mma = product(c.q_tile.element_type)
+    k_tile, thread = c.k_tile[None, None, stage_of(c.rings.k)], anew(c.thread)
     s = cute.make_tensor(c.s.iterator, mma.make_fragment_C(mma.partition_shape_C((64, c.build.tile.k))).layout)
     zero(s)
-    basic.multiply(mma, s, q_rows, c.k_tile[None, None, stage_of(c.rings.k)], c.thread % WARPGROUP, False)
+    if cutlass.const_expr(holds_q(c.build)):
+        multiply_held(mma, s, c.q, k_tile, thread % WARPGROUP)
+    else:
+        basic.multiply(mma, s, q_rows(c, thread), k_tile, thread % WARPGROUP, False)
+
+
+def multiply_held(mma, s, q, k_tile, thread):
+    """s += q @ k_tile.T, a slice at a time, of q in registers."""
+    loading, mine = cute.make_tiled_copy_B(loading_operand(q.element_type), mma), mma.get_slice(thread)
+    for i in range(cute.size(q, mode=[2])):
+        k_slice = cute.local_tile(k_tile, (cute.size(k_tile, mode=[0]), 16), (0, i))
+        k = mma.make_fragment_B(mine.partition_B(k_slice))
+        cute.copy(loading, loading.get_slice(thread).partition_S(k_slice), loading.get_slice(thread).retile(k))
+        cute.gemm(mma, s, q[None, None, i], k[None, None, 0], s)
 
 
 # 3 score
@@ -494,8 +544,7 @@ def exact_step(c, tile, masked: cutlass.Constexpr):
 
 def full_step(c, tile):
     """No registers are left to compute scores once more where heads are large and scores not plain products."""
-    is_plain = not hasattr(c.build.variant, "score") and not c.build.loaded
-    if c.build.columns <= 128 or is_plain:
+    if c.build.columns <= 128 or is_plain(c.build):
         speculative_step(c, tile)
     else:
         exact_step(c, tile, False)

@@ -189,15 +189,16 @@ def stages(tiles, consumers):
     )
 
 
-def products_sm90(element, rows, keys, columns):
-    """q @ k.T, of tiles in shared memory; and p @ v, of p in registers. A warpgroup has 64 rows of either.
+def products_sm90(element, rows, keys, columns, q_in_registers=False):
+    """q @ k.T, of tiles in shared memory, or of q in registers; and p @ v, of p in registers. A warpgroup has 64 rows of
+    either.
 
     Each as two: one that forgets what the result was before, and one that adds to it.
     """
     warpgroups = (rows // 64, 1, 1)
     along, across = OperandMajorMode.K, OperandMajorMode.MN
     memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    qk = warpgroup.MmaF16BF16Op(element, Float32, (64, keys, 16), memory, along, along)
+    qk = warpgroup.MmaF16BF16Op(element, Float32, (64, keys, 16), registers if q_in_registers else memory, along, along)
     pv = warpgroup.MmaF16BF16Op(element, Float32, (64, columns, 16), registers, along, across)
     return tuple(tuple(_adding(cute.make_tiled_mma(x, warpgroups), adds) for adds in (False, True)) for x in (qk, pv))
 
@@ -209,8 +210,12 @@ def _adding(mma, adds):
 
 def operand_of_product(fragment):
     """How numbers of a product lie as the first operand of another: two groups of eight columns are one step of it."""
-    groups = cute.size(fragment) // 8
-    return cute.make_layout(((2, 2, 2), 1, groups), stride=((1, 2, 4), 0, 8))
+    return first_operand(cute.size(fragment) // 8)
+
+
+def first_operand(steps):
+    """How a thread's numbers of so many steps of a product lie in registers, eight of each."""
+    return cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, 8))
 
 
 def consumers_meet(threads):
