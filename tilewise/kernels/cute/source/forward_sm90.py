@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from tilewise.kernels.cute.source import basic
@@ -227,6 +227,8 @@ class Arrays(NamedTuple):
 def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Constexpr):
     """One warp: tiles come as soon as there is a place for them. A tile's v comes after the next one's k, as consumers
     need it a step later."""
+    for array in (q, k, v) if build.table is None else (q, k, v, table):
+        cpasync.prefetch_descriptor(array.map)  # while the first item is made ready
     next_v = cute.make_rmem_tensor((4,), Int32)  # its tile, where its sequence begins, its head and batch index
     next_v[0] = Int32(-1)
     n_runs = wait_for_item(items, item_ring)
@@ -287,7 +289,7 @@ def copy_tile(array, rows, size, which):
 def parts(map_, rows, tile, size, which):
     """Tiles of a matrix and their places, as the copy engine takes them: (numbers of a tile, tile or place)."""
     matrix = cute.local_tile(rows, size, which)
-    to, from_ = cute.nvgpu.cpasync.tma_partition(
+    to, from_ = cpasync.tma_partition(
         map_, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(matrix, 0, 2)
     )
     return from_, to
