@@ -163,9 +163,7 @@ def _archive(runtime: str) -> Path:
     """52 KB that stand for the DSL's own 43 MB at run time."""
     package = find_spec("nvidia_cutlass_dsl")
     folders = [] if package is None else list(package.submodule_search_locations or ())
-    for folder in folders:
-        archives = sorted(Path(folder).glob("cu*/lib/libcuda_dialect_runtime_static.a"), reverse=True)  # newest first
-        named = [path for path in archives if path.parts[-3] == runtime]
-        if archives:
-            return (named or archives)[0]
-    raise CompileError("the DSL's package has no archive to link with; pip install nvidia-cutlass-dsl-libs-cu13")
+    found = [path for folder in folders for path in Path(folder).glob("cu*/lib/libcuda_dialect_runtime_static.a")]
+    if not found:
+        raise CompileError("the DSL's package has no archive to link with; pip install nvidia-cutlass-dsl-libs-cu13")
+    return max(found, key=lambda path: (path.parts[-3] == runtime, path.parts[-3]))  # of this CUDA, or the newest
