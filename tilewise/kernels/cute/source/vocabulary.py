@@ -190,8 +190,7 @@ def stages(tiles, consumers):
 
 
 def products_sm90(element, rows, keys, columns, q_in_registers=False):
-    """q @ k.T, of tiles in shared memory, or of q in registers; and p @ v, of p in registers. A warpgroup has 64 rows of
-    either.
+    """q @ k.T, of tiles in shared memory, or of q in registers; p @ v, of p in registers. A warpgroup has 64 rows.
 
     Each as two: one that forgets what the result was before, and one that adds to it.
     """
