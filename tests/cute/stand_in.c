@@ -1,5 +1,5 @@
 /* Stands for CUDA's runtime where there is no GPU: a kernel's library calls it as it would the other, up to the launch,
- * of which this tells. */
+ * of which this tells: whoever asked for it, or by a line. */
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -34,8 +34,12 @@ int cudaGetLastError(void) { return 0; }
 const char *cudaGetErrorName(int error) { return "an error"; }
 const char *cudaGetErrorString(int error) { return "an error of the stand-in"; }
 
+static void (*told)(const Launch *, void **);
+void tell(void (*wanted)(const Launch *, void **)) { told = wanted; }
+
 /* A tensor map begins with the address of its array, which is how the arguments' order is told. */
 int cudaLaunchKernelExC(const Launch *launch, void *kernel, void **arguments) {
+    if (told) return told(launch, arguments), 0;
     printf("[%u, %u, %zu, [", launch->grid[0], launch->block[0], launch->shared_bytes);
     for (int i = 0; i < 3; i++) printf("%s%llu", i ? ", " : "", *(unsigned long long *)arguments[i]);
     printf("]]\n");
