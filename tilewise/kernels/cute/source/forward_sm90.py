@@ -85,8 +85,7 @@ MOST_STAGES = 4
 TURNS = 2  # the first of the barriers by which warpgroups take turns
 # Of a thread that produces and one that consumes, by warpgroups that do. All together they must not be more than a
 # block begins with, 168 a thread of three warpgroups and 128 of four: who asks for more waits for ever.
-REGISTERS = {2: (24, 240), 3: (32, 160)}
-REGISTERS_OF_SMALL = 40, 232  # where two do and heads are small
+REGISTERS = {2: (40, 232), 3: (32, 160)}
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # the same where a single warp produces, for two warpgroups
 
 
@@ -166,8 +165,7 @@ def attention(
 ):  # fmt: skip
     """factor: what makes scores exponents of 2; known before, or it would be reckoned again in every step."""
     element, consumers = out.element_type, build.tile.q // 64
-    warps, is_small = 4 * consumers, consumers == 2 and build.columns <= 64
-    produces, consumes = REGISTERS_OF_SMALL if is_small else REGISTERS[consumers]
+    warps, (produces, consumes) = 4 * consumers, REGISTERS[consumers]
 
     memory = SmemAllocator()
     q_tile, k_tile, v_tile = (
