@@ -6,7 +6,16 @@ from cutlass import BFloat16, Int32
 from cutlass.cute.nvgpu import warp
 
 from tilewise.kernels.cute.source.backward_sm90_rows import product_of_d_q
-from tilewise.kernels.cute.source.vocabulary import by_rows, operand_of_product, product, products_sm90, swizzled_tiles
+from tilewise.kernels.cute.source.items import Order, in_turns
+from tilewise.kernels.cute.source.vocabulary import (
+    by_rows,
+    operand_of_product,
+    product,
+    products_sm90,
+    read_cells,
+    swizzled_tiles,
+    table_tiles,
+)
 
 
 @cute.jit
@@ -47,6 +56,47 @@ def places(plain: cute.Tensor, transposed: cute.Tensor, element: cutlass.Constex
             for k in cutlass.range(count):
                 plain[i, j, k] = Int32(one.outer((i, j, k)))
                 transposed[i, j, k] = Int32(other.outer((j, i, k)))
+
+
+@cute.jit
+def in_registers(out: cute.Tensor, again: cutlass.Constexpr):
+    """out: (threads, numbers, 2); where in a product of 64 rows each number is, in the order of a thread's registers:
+    of wgmma, or of the instruction by which a warp computes the same once more."""
+    size = 64, 2 * out.shape[1]
+    for thread in cutlass.range(out.shape[0]):
+        mma = made("bfloat16" if again else "wgmma bfloat16", size)
+        at = mma.get_slice(thread).partition_C(cute.make_identity_tensor(size))
+        order = mma.make_fragment_C(mma.partition_shape_C(size)).layout
+        for i in cutlass.range(out.shape[1], unroll_full=True):
+            for j in cutlass.range_constexpr(2):
+                out[thread, order(i), j] = Int32(at[i][j])
+
+
+@cute.jit
+def cells(room: cute.Tensor, out: cute.Tensor, size: cutlass.Constexpr):
+    """room: stages of a table's tiles of that size, as the copy engine left them; out: (stages, rows / 2, 4, numbers),
+    what each thread reads: of 16 rows the first 8, and those 8 below."""
+    rows, columns = size
+    tiles = cute.make_tensor(room.iterator, table_tiles(room.element_type, rows, columns, out.shape[0]).outer)
+    for stage in cutlass.range(out.shape[0]):
+        for i in cutlass.range(out.shape[1]):
+            for quarter in cutlass.range(4):
+                read = read_cells(tiles, stage, i // 8 * 16 + i % 8, quarter, out.shape[3])
+                write(out[stage, i, quarter, None], read)
+
+
+@cute.jit
+def turns(out: cute.Tensor, heads: Int32, section: Int32, sections: Int32):
+    """out: (items, 2); the head and the tile of each."""
+    count = out.shape[0]
+    for index in cutlass.range(count):
+        head, tile = in_turns(index, heads, count // heads, Order(out, section, sections))
+        out[index, 0], out[index, 1] = head, tile
+
+
+def write(row, numbers):
+    for j in range(cute.size(row)):
+        row[j] = numbers[j]
 
 
 def made(mma, size):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +17,10 @@ import pytest
 
 import tilewise as tw
 from tests.cuda.test_ops import EXPRESSIONS
+from tests.cute import launched
 from tilewise import cli, dispatch
 from tilewise.expr import Expr
-from tilewise.kernels import gpus
+from tilewise.kernels import disk, gpus
 from tilewise.kernels.cute import compiler, library, support
 from tilewise.kernels.cute.rungs import RUNGS, Rung, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
@@ -35,8 +40,14 @@ def _wanted(
     return kernel_of(backward_rung(spec, shape) if rung == "backward" else RUNGS[rung], spec, shape, aligned)
 
 
+def _long(dtype: str, d: int, mask: Expr | None = None, score: Expr | None = None) -> Wanted:
+    spec = Attention(0.1, mask, score)
+    return kernel_of(RUNGS["forward_sm90"], spec, Shape(1, 4, 2, 4096, 4096, d, d, dtype))
+
+
 ALL = EXPRESSIONS["functions"] + EXPRESSIONS["division"] + EXPRESSIONS["clamped"]
 BIAS = tw.bias(np.zeros((1, 4, 100, 100), np.float32))
+ODD = tw.bias(np.zeros((1, 4, 101, 101), np.float32))  # whose rows the copy engine does not take
 DOCUMENT, DENSE = tw.document(np.zeros(100, np.int32)), tw.dense(np.ones((100, 100), bool))
 KERNELS = {
     "basic, float16": ("sm_80", _wanted("basic", "float16", 64, tw.causal())),
@@ -50,6 +61,9 @@ KERNELS = {
     "sm90, 256": ("sm_90a", _wanted("forward_sm90", "bfloat16", 256, tw.causal())),
     "sm90, packed": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), lengths=LENGTHS)),
     "sm90, bias": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), BIAS)),
+    "sm90, bias by cells": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), ODD)),
+    "sm90, long": ("sm_90a", _long("bfloat16", 64, tw.causal())),
+    "sm90, long bias": ("sm_90a", _long("float16", 64, None, tw.bias(np.zeros((4096, 4096), np.float16)))),
     "sm90, gradients of 64": ("sm_90a", _wanted("backward", "bfloat16", 64, tw.causal())),
     "sm90, gradients of 128": ("sm_90a", _wanted("backward", "bfloat16", 128, tw.causal())),
     "sm90, packed gradients": ("sm_90a", _wanted("backward", "float16", 64, tw.causal(), tw.alibi(4), lengths=LENGTHS)),
@@ -81,7 +95,11 @@ def test_no_head_of_the_first_kernel_spills(arch: str, dtype: str, d: int) -> No
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("score", [None, tw.softcap(30.0), tw.alibi(4), BIAS], ids=["none", "softcap", "alibi", "bias"])
+@pytest.mark.parametrize(
+    "score",
+    [None, tw.softcap(30.0), tw.alibi(4), BIAS, ODD],
+    ids=["none", "softcap", "alibi", "bias", "bias by cells"],
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("rung", ["forward_sm90", "backward"])
@@ -103,9 +121,20 @@ def test_no_mask_of_arrays_spills(rung: str, d: int, mask: Expr) -> None:
 
 def test_tiles_are_smaller_where_keys_have_cells() -> None:
     tiles = {name: _wanted("forward_sm90", "bfloat16", 128, mask, score).tile.k for name, mask, score in (
-        ("plain", None, None), ("slopes", None, tw.alibi(4)), ("bias", None, BIAS), ("document", DOCUMENT, None),
+        ("plain", None, None), ("slopes", None, tw.alibi(4)), ("bias", None, BIAS), ("read cell by cell", None, ODD),
+        ("document", DOCUMENT, None),
     )}  # fmt: skip
-    assert tiles == {"plain": 128, "slopes": 128, "bias": 64, "document": 64}
+    assert tiles == {"plain": 128, "slopes": 128, "bias": 128, "read cell by cell": 64, "document": 64}
+
+
+@needs_compiler
+def test_warpgroups_ask_for_no_more_registers_than_there_are() -> None:
+    """They would wait for them for ever."""
+    from tilewise.kernels.cute.source import forward_sm90
+
+    for consumers, given in forward_sm90.REGISTERS.items():
+        at_first = (1 << 16) // (128 * (consumers + 1)) // 8 * 8
+        assert given[0] + consumers * given[1] <= (consumers + 1) * at_first, f"{consumers} warpgroups"
 
 
 def test_gradients_go_by_tiles_of_their_own() -> None:
@@ -164,8 +193,34 @@ def test_a_library_tells_what_it_expects(tmp_path: Path) -> None:
     path.write_bytes(compiler.compile(*reversed(KERNELS["basic, float16"])).library(RUNTIME))
     x, rows = torch.zeros(1, 4, 100, 64, dtype=torch.float16), torch.zeros(1, 4, 100)
     tables = torch.zeros(1, 4, 2, 14, dtype=torch.int32), torch.zeros(1, 3, dtype=torch.int32)
+    ctypes.CDLL(str(path), mode=os.RTLD_NOW)  # or a name that nothing defines would be missed by the first call alone
     with pytest.raises(ValueError, match="expected device_type=cuda"):
         library.load(path)(x, x, x, x, rows, *tables, rows.view(-1), (rows.view(-1),), 0.1)
+
+
+@needs_compiler
+def test_a_library_is_called_up_to_its_launch(tmp_path: Path) -> None:
+    """By the host code that a call goes through, where a stand-in is CUDA: arguments are of the number and types that
+    the library has them in, and what it asks of a GPU is there."""
+    torch, linker = pytest.importorskip("torch"), compiler.c_compiler()
+    if linker is None or torch.version.cuda is not None:
+        pytest.skip("there is no C compiler, or PyTorch has CUDA, for which nothing can stand in")
+    stand_in = tmp_path / "libcudart.so.13"  # by its soname it is found when a kernel is loaded
+    source, soname = Path(__file__).with_name("stand_in.c"), f"-Wl,-soname,{stand_in.name}"
+    subprocess.run([linker, "-shared", "-fPIC", "-w", soname, "-o", str(stand_in), str(source)], check=True)
+    (tmp_path / "kernels").mkdir()
+    files = disk.Files(tmp_path / "kernels")
+    for batch, heads, n, d in launched.SHAPES.values():
+        kernel = kernel_of(RUNGS["forward_sm90"], Attention(0.1), Shape(batch, heads, heads, n, n, d, d, "bfloat16"))
+        files.add(kernel.name("sm_90a", RUNTIME), compiler.compile(kernel, "sm_90a").library(RUNTIME))
+    command = [sys.executable, "-m", "tests.cute.launched", str(stand_in), str(files.folder)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    arrays, (blocks, threads, shared, maps), long_arrays, (*long, long_maps) = map(json.loads, done.stdout.splitlines())
+    assert (blocks, threads) == (2 * 4 * 3, 384) and long[:2] == [2 * 22, 512]
+    assert maps == arrays and long_maps == long_arrays, "of q, k and v, in this order"
+    assert max(shared, long[2]) <= gpus.SHARED
 
 
 def test_what_a_kernel_depends_on_is_in_its_name() -> None:
@@ -175,7 +230,7 @@ def test_what_a_kernel_depends_on_is_in_its_name() -> None:
     assert kernels[0].name("sm_90a", RUNTIME) != kernels[0].name("sm_90a", "cu12")
     again = _wanted("basic", "float16", 64, tw.causal())
     assert again.name("sm_80", RUNTIME) == kernels[0].name("sm_80", RUNTIME)
-    other = _wanted("forward_sm90", "bfloat16", 128, tw.causal(), tw.bias(np.ones((1, 4, 9, 9), np.float32)))
+    other = _wanted("forward_sm90", "bfloat16", 128, tw.causal(), tw.bias(np.ones((1, 4, 12, 12), np.float32)))
     assert other == KERNELS["sm90, bias"][1], "new arrays of the same kind compile nothing"
 
 

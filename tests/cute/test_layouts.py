@@ -91,3 +91,38 @@ def test_d_q_is_shared_by_two_warpgroups(queries: int, depth: int) -> None:
     row, column = (row + warpgroup * 64, column) if queries == 128 else (row, column + warpgroup * depth // 2)
     assert np.array_equal(at[..., 0], np.broadcast_to(row, at.shape[:-1]))
     assert np.array_equal(at[..., 1], np.broadcast_to(column, at.shape[:-1]))
+
+
+@pytest.mark.parametrize("keys", [48, 64, 96, 128])
+def test_a_tile_that_is_computed_again_is_where_it_was(keys: int) -> None:
+    from tests.cute import layouts
+
+    first, again = (np.full((128, keys // 2, 2), -1, np.int32) for _ in range(2))
+    layouts.in_registers(_from(first), False)
+    layouts.in_registers(_from(again), True)
+    assert np.array_equal(first, again) and (first >= 0).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (192, 96), (128, 64)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_cells_of_a_table(dtype: str, rows: int, columns: int) -> None:
+    """As the copy engine leaves them: parts of 128 or 64 bytes a row, whose chunks of 16 bytes change places."""
+    import torch
+    from cutlass.cute.runtime import from_dlpack
+
+    from tests.cute import layouts
+
+    size = 4 if dtype == "float32" else 2
+    width = 128 if columns * size % 128 == 0 else 64
+    table = np.arange(2 * rows * columns).reshape(2, rows, columns) % 251
+    parts = table.reshape(2, rows, -1, width // size).swapaxes(1, 2).reshape(-1)
+    address = np.arange(parts.size) * size
+    swizzled = address ^ ((address >> 7) % (width // 16) << 4)
+    room = torch.zeros(parts.size + 1024, dtype=getattr(torch, dtype))
+    room = room[-room.data_ptr() % 1024 // size :][: parts.size]
+    room[torch.from_numpy(swizzled // size)] = torch.from_numpy(parts).to(room.dtype)
+    out = np.full((2, rows // 2, 4, columns // 2), -1, np.float32)
+    layouts.cells(from_dlpack(room, assumed_align=16), _from(out), (rows, columns))
+    blocks = table.reshape(2, rows // 16, 2, 8, columns // 8, 4, 2)  # stage, block, half, row, group, quarter, number
+    want = blocks.transpose(0, 1, 3, 5, 4, 2, 6).reshape(out.shape)
+    assert np.array_equal(out, want)

@@ -21,7 +21,7 @@ from tilewise.cli.bench_options import check_writable, names, several, whole
 from tilewise.cli.terminal import progress
 from tilewise.kernels.cute import architecture, compiler, library, support
 from tilewise.kernels.cute.cubin import Resources
-from tilewise.kernels.cute.rungs import LADDER, backward_rung
+from tilewise.kernels.cute.rungs import LADDER, LONG, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 
@@ -31,8 +31,9 @@ _EXAMPLES = f"""examples:
   tilewise build cute --arch sm_90a,sm_80 --out kernels --variants causal,alibi --d 64 --dtype float16
   {library.FOLDER}=kernels python train.py          calls find them there
 
-The variants are those of `tilewise bench`. Batches, heads, lengths and scales make no difference to a kernel; the
-numbers of a mask, such as a window's size, do."""
+The variants are those of `tilewise bench`. Batches, heads and scales make no difference to a kernel, nor do lengths,
+but that small heads have one for long sequences, which is built, too; the numbers of a mask, such as a window's size,
+do."""
 
 
 class _Asked(NamedTuple):
@@ -116,6 +117,7 @@ def _kernels(cell: Cell, capability: tuple[int, int], backward: bool) -> Iterato
     for rung in LADDER:
         if support.unsupported(call.spec, call.shape, rung, capability) is None:
             yield kernel_of(rung, call.spec, call.shape)
+            yield kernel_of(rung, call.spec, replace(call.shape, n_q=LONG, n_k=LONG))
     shape = replace(call.shape, backward=True)
     if backward and support.unsupported(call.spec, shape, None, capability) is None:
         yield kernel_of(backward_rung(call.spec, shape), call.spec, shape)

@@ -19,7 +19,7 @@ FILES = {
     "triton/basic": ("triton/source/basic.py",),
     "triton": ("triton/source/forward.py",),
     "cute/basic": ("cute/source/basic.py",),
-    "cute/forward_sm90": ("cute/source/forward_sm90.py",),
+    "cute/forward_sm90": ("cute/source/forward_sm90.py", "cute/source/speculation.py"),
     "tilelang/simple": ("tilelang/source/simple.py",),
     "tilelang": ("tilelang/source/forward.py",),
 }

@@ -73,12 +73,12 @@ def readers_on(
 
 def plan_on(device: Any, spec: Attention, shape: Shape, tile: Tile, by_key: bool) -> Plan:
     """It looks at arrays in main memory alone."""
+    return planned_on(device, spec, shape, tile, by_key, "plan", lambda made: brought(device, made))
 
-    def brought(made: Tables) -> Plan:
-        records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
-        return Plan(records, runs, made.steps, made.visits, made.most_visits)
 
-    return planned_on(device, spec, shape, tile, by_key, "plan", brought)
+def brought(device: Any, made: Tables) -> Plan:
+    records, runs = (torch.from_numpy(x).to(device) for x in (made.records, made.runs))
+    return Plan(records, runs, made.steps, made.visits, made.most_visits)
 
 
 def planned_on(

@@ -16,6 +16,7 @@ from typing import Any
 
 from tilewise.kernels.cute import modules
 from tilewise.kernels.cute.cubin import Resources, resources
+from tilewise.kernels.cute.near import CELL_BYTES
 from tilewise.kernels.cute.wanted import Wanted
 
 ENTRY = "attention"  # the function of every library
@@ -84,12 +85,14 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     source: ModuleType = import_module(f"{__package__}.source.{kernel.source}")
     build = SimpleNamespace(**vars(kernel), variant=modules.module(kernel.functions))
     loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (_fake("float32", 1),)
-    w_o = [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
+    if kernel.table:
+        loaded = (*loaded, _fake(kernel.table.dtype, 4, 16 // CELL_BYTES[kernel.table.dtype]))
+    more = _of_items() if kernel.persistent else [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
     given = _GIVEN.get(kernel.source, _of_forward)(kernel)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--enable-tvm-ffi --gpu-arch={arch}"
     try:
-        made = cute.compile(source.launch, *given, loaded, Float32(1.0), *w_o, build, stream, options=options)
+        made = cute.compile(source.launch, *given, loaded, Float32(1.0), *more, build, stream, options=options)
     except Exception as error:  # of the DSL there are many kinds; the words are what counts
         raise CompileError(f"CuTe's compiler cannot compile {kernel} for {arch}:\n{error}") from error
     with tempfile.TemporaryDirectory() as folder:
@@ -124,6 +127,13 @@ def _of_backward_twice(kernel: Wanted) -> list[Any]:
 _GIVEN = {"backward_sm90": _of_backward, "backward_sm90_twice": _of_backward_twice}  # to others, as to forward
 
 
+def _of_items() -> list[Any]:
+    """Which is next, how many blocks there are, and the order."""
+    from cutlass import Int32
+
+    return [_fake("int32", 1), *(Int32(1) for _ in range(3))]
+
+
 def _fake_plan() -> list[Any]:
     """Records and runs."""
     return [_fake("int32", 4), _fake("int32", 2)]
@@ -153,9 +163,7 @@ def _archive(runtime: str) -> Path:
     """52 KB that stand for the DSL's own 43 MB at run time."""
     package = find_spec("nvidia_cutlass_dsl")
     folders = [] if package is None else list(package.submodule_search_locations or ())
-    for folder in folders:
-        archives = sorted(Path(folder).glob("cu*/lib/libcuda_dialect_runtime_static.a"), reverse=True)  # newest first
-        named = [path for path in archives if path.parts[-3] == runtime]
-        if archives:
-            return (named or archives)[0]
-    raise CompileError("the DSL's package has no archive to link with; pip install nvidia-cutlass-dsl-libs-cu13")
+    found = [path for folder in folders for path in Path(folder).glob("cu*/lib/libcuda_dialect_runtime_static.a")]
+    if not found:
+        raise CompileError("the DSL's package has no archive to link with; pip install nvidia-cutlass-dsl-libs-cu13")
+    return max(found, key=lambda path: (path.parts[-3] == runtime, path.parts[-3]))  # of this CUDA, or the newest

@@ -11,9 +11,10 @@ from tilewise import arrays
 from tilewise.dispatch import Unsupported
 from tilewise.kernels import gpus
 from tilewise.kernels.cute import library, support
+from tilewise.kernels.cute.ordering import items, never_without_keys
 from tilewise.kernels.cute.rungs import BASIC, Rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
-from tilewise.kernels.uploads import loaded_on, plan_on, tensor
+from tilewise.kernels.uploads import Plan, brought, loaded_on, plan_on, planned_on, tensor
 from tilewise.spec import Attention, Partial, Shape
 
 
@@ -30,7 +31,7 @@ def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more
     """Launch it on q, k, v and the output, and what else it takes; the lse that it leaves."""
     device = rows[0].device
     lse = torch.empty((shape.batch, shape.heads, shape.n_q), dtype=torch.float32, device=device)
-    plan = plan_on(device, spec, shape, kernel.tile, by_key=False)
+    plan = _plan(kernel, device, spec, shape)
     if 0 in (plan.records.shape[2], shape.heads, shape.batch):
         return lse
     records = plan.records.expand(shape.batch, shape.heads, -1, -1)
@@ -38,8 +39,20 @@ def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more
     loaded = tuple(map(as_kernels_take, loaded_on(spec, device))) or (sinks,)  # never empty
     given = (steps_in_order(x, kernel.vector) for x in rows)
     launch = library.kernel(kernel, arch)
+    if kernel.table is not None:
+        loaded = (*loaded, _as_copied(loaded[kernel.table.slot]))
+    if kernel.persistent:
+        more = items(device, shape, plan, shares_rows=kernel.table is not None and kernel.table.is_shared)
     launch(*given, lse, records, plan.runs, sinks, loaded, spec.scale, *more)
     return lse
+
+
+def _plan(kernel: Wanted, device: Any, spec: Attention, shape: Shape) -> Plan:
+    if not kernel.persistent:
+        return plan_on(device, spec, shape, kernel.tile, by_key=False)
+    return planned_on(
+        device, spec, shape, kernel.tile, False, "items", lambda made: brought(device, never_without_keys(made))
+    )
 
 
 def chosen(
@@ -80,6 +93,11 @@ def steps_in_order(x: Any, vector: int) -> Any:
     """With steps that are multiples of `vector`: of a dimension of size 1 PyTorch may tell any."""
     sizes = zip(x.shape[:-1], x.stride()[:-1], strict=True)
     return x.as_strided(x.shape, (*(step if size > 1 else vector for size, step in sizes), 1))
+
+
+def _as_copied(table: Any) -> Any:
+    """Of four dimensions, the last of them queries and keys, as the copy engine takes it."""
+    return steps_in_order(table[(None,) * (4 - table.ndim)], gpus.COPIED // table.element_size())
 
 
 def as_kernels_take(x: Any) -> Any:

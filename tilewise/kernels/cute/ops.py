@@ -8,6 +8,7 @@ from typing import Any
 
 from tilewise import arrays
 from tilewise.expr import ARITHMETIC, COMPARISONS, Expr, Loaded
+from tilewise.kernels.cute.near import Table
 from tilewise.walking import OpTable, evaluate
 
 VARIABLES = ("B", "H", "HK", "Q", "K", "QP", "KP", "NQ", "NK")
@@ -32,12 +33,16 @@ class Value:
         return f"{_TYPES[self.kind]}({self.text})" if self.literal else self.text
 
 
-def function(name: str, expr: Expr, slots: Sequence[Loaded]) -> str:
-    """The expression as a function; `slots` are the arrays in the order in which kernels are given them."""
-    writer = _Writer({id(slot.array): i for i, slot in enumerate(slots)})
+def function(name: str, expr: Expr, slots: Sequence[Loaded], table: Table | None = None) -> str:
+    """The expression as a function; `slots` are the arrays in the order in which kernels are given them.
+
+    table: one of them whose cell of the query and the key the function is given, as `near`.
+    """
+    writer = _Writer({id(slot.array): i for i, slot in enumerate(slots)}, table)
     result: Value = evaluate(expr, _Variables(), writer.ops())
     body = "".join(f"    {name} = {text}\n" for text, name in writer.names.items())
-    return f"def {name}({_GIVEN}):\n{body}    return {result.typed}\n"
+    given = _GIVEN if table is None else f"{_GIVEN}, near"
+    return f"def {name}({given}):\n{body}    return {result.typed}\n"
 
 
 class _Variables(dict[str, Value]):
@@ -50,6 +55,7 @@ class _Writer:
     """Statements, each written once however often its value is used."""
 
     numbers: dict[int, int]  # of arrays, by id
+    table: Table | None = None
     names: dict[str, str] = field(default_factory=dict)
 
     def value(self, text: str, kind: str, *of: Value) -> Value:
@@ -137,6 +143,8 @@ class _Writer:
     def _load(self, slot: Loaded, *index: Value) -> Value:
         """A cell; nothing is read outside the array: indices are clamped to it."""
         number, kind = self.numbers[id(slot.array)], arrays.value_kind(slot.array)
+        if self.table is not None and (number, tuple(i.text for i in index)) == (self.table.slot, self.table.index):
+            return self.value("Float32(near)", _FLOAT)
         cell = f"cell(arrays[{number}], {''.join(f'{i.text}, ' for i in index)})".replace(", )", ")")
         if kind == _BOOL:
             return self.value(f"{cell} != 0", _BOOL)

@@ -7,6 +7,7 @@ from typing import Protocol
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import COMPARISONS, Expr, S
 from tilewise.kernels import gpus
+from tilewise.kernels.cute.near import Table, is_in, table_of
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, variables
@@ -25,6 +26,7 @@ class Rung(Protocol):
     MOST_D: int  # the largest head
     maps: bool  # its tiles come by the copy engine, which does not take arrays that lie anyhow
     differentiated: bool  # BACKWARD has the gradients of what it computes
+    persistent: bool  # its blocks take one query tile after the other
 
     def unsupported(self, shape: Shape) -> str | None:
         """Why it cannot compute calls of this shape."""
@@ -42,7 +44,7 @@ class Rung(Protocol):
 
 
 class Basic:
-    source, oldest, newest, maps, differentiated = "basic", (8, 0), (99, 0), False, False
+    source, oldest, newest, maps, differentiated, persistent = "basic", (8, 0), (99, 0), False, False, False
     DTYPES = ("float16", "bfloat16", "float32")
     MOST_D = 128  # acc has a row of it for each thread: registers have no room for more
 
@@ -71,11 +73,14 @@ class Basic:
         return 64 * sum(width * itemsize(shape.dtype) + 16 for width in widths) + 1024
 
 
+LONG = 2048  # queries of a sequence
+
+
 class ForwardSm90:
     """A warpgroup has 64 queries of the tile; registers decide how many keys, shared memory how many stages."""
 
     name, source, scaling = "forward_sm90", "forward_sm90", "scores"
-    oldest, newest, maps, differentiated = (9, 0), (9, 0), True, True
+    oldest, newest, maps, differentiated, persistent = (9, 0), (9, 0), True, True, True
     MOST_D = gpus.MOST_D
 
     def unsupported(self, shape: Shape) -> str | None:
@@ -83,10 +88,18 @@ class ForwardSm90:
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
         """Smaller where a variant takes registers too: for the addresses of a key's cells in an array, say."""
-        is_costly = _is_costly(spec)
-        if max(shape.d, shape.d_v) <= 128:
+        table = table_of(spec)
+        is_simple = spec.score is None or (table is not None and table.is_all_of(spec.score))
+        is_costly, largest = _is_costly(spec, table), max(shape.d, shape.d_v)
+        if largest > 128:
+            return Tile(128, 48 if is_costly else 64)
+        if largest > 64 or is_costly:
             return Tile(128, 64 if is_costly else 128)
-        return Tile(128, 48 if is_costly else 64)
+        # Three warpgroups hide more, but their larger tiles leave more of a short sequence over, and a thread of them
+        # has no registers for a score.
+        sequences = 1 if spec.lengths is None else max(len(spec.lengths.q) - 1, 1)
+        is_long = shape.n_q // sequences >= LONG and is_simple and not spec.batch_invariant
+        return Tile(192, 96) if is_long else Tile(128, 128)
 
     def tile_by_key(self, spec: Attention, shape: Shape) -> Tile | None:
         return None
@@ -103,7 +116,7 @@ class BackwardSm90(ForwardSm90):
     """A block has 128 keys, and meets 64 queries at a time, or twice that where heads are small, scores are products
     alone and masks are plain."""
 
-    name, source, differentiated = "backward_sm90", "backward_sm90", False
+    name, source, differentiated, persistent = "backward_sm90", "backward_sm90", False, False
     about = "scores are computed once"
     NARROW, SMALL = 128, 64  # heads
 
@@ -122,7 +135,7 @@ class BackwardSm90(ForwardSm90):
 class BackwardTwiceSm90(ForwardSm90):
     """A warpgroup has 64 queries of the first pass's tile, and 64 keys of the second's."""
 
-    name, source, differentiated = "backward_sm90_twice", "backward_sm90_twice", False
+    name, source, differentiated, persistent = "backward_sm90_twice", "backward_sm90_twice", False, False
     about = "scores are computed twice: registers have no room for all sums"
 
     def tile(self, spec: Attention, shape: Shape) -> Tile:
@@ -155,8 +168,9 @@ def _is_plain(mask: Expr | None) -> bool:
     return not named and all(node.op in _PLAIN for node in nodes(mask))
 
 
-def _is_costly(spec: Attention) -> bool:
-    return any(_takes_registers(node) for node in nodes(*spec.expressions))
+def _is_costly(spec: Attention, table: Table | None = None) -> bool:
+    """table: an array whose cells are read at no cost."""
+    return any(_takes_registers(node) and not is_in(table, node, spec) for node in nodes(*spec.expressions))
 
 
 def _takes_registers(node: Expr) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tilewise import arrays
 from tilewise.kernels.cute import modules
+from tilewise.kernels.cute.near import Table, table_of
 from tilewise.kernels.cute.rungs import Rung
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
@@ -32,6 +33,8 @@ class Wanted:
     packed: bool  # sequences lie one behind the other
     loaded: tuple[tuple[str, int], ...]  # the type and the rank of each array that the variant reads
     functions: str  # the variant's, as Python
+    persistent: bool = False  # blocks take one query tile after the other
+    table: Table | None = None  # of which tiles come along with those of keys
     by_key: Tile | None = None  # by which a second kernel of the same library goes, key tile by key tile
     heads: int = 0  # whose results are multiplied by w_o before they are stored; 0: results are stored as they are
 
@@ -42,19 +45,24 @@ class Wanted:
 
     def __str__(self) -> str:
         heads = f"{self.depth}" if self.depth == self.columns else f"{self.depth} and {self.columns}"
-        return f"{self.rung}, {self.dtype}, heads up to {heads}{'' if self.vector > 1 else ', not aligned'}"
+        is_long = ", long" if self.tile.q > 128 else ""
+        return f"{self.rung}, {self.dtype}, heads up to {heads}{is_long}{'' if self.vector > 1 else ', not aligned'}"
 
 
 def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -> Wanted:
     """aligned: rows of q, k, v and the output begin at multiples of 16 bytes."""
     loaded = tuple((arrays.dtype_name(slot.array), max(len(slot.array.shape), 1)) for slot in spec.loaded)
-    by_key = rung.tile_by_key(spec, shape)
+    tile, by_key = rung.tile(spec, shape), rung.tile_by_key(spec, shape)
+    table = table_of(spec) if rung.persistent else None
+    if table is not None and tile.k % table.columns:
+        table = None
     return Wanted(
-        rung.name, rung.source, shape.dtype, rung.tile(spec, shape), rung.columns(shape.d), rung.columns(shape.d_v),
+        rung.name, rung.source, shape.dtype, tile, rung.columns(shape.d), rung.columns(shape.d_v),
         vector=16 // itemsize(shape.dtype) if aligned else 1,
         raw=spec.raw_scores and rung.scaling == "scores", scaling=rung.scaling,
         has_sinks=spec.sinks is not None and by_key is None, packed=spec.lengths is not None,
-        loaded=loaded, functions=modules.text(spec, has_slope=by_key is not None), by_key=by_key,
+        loaded=loaded, functions=modules.text(spec, by_key is not None, table), persistent=rung.persistent, table=table,
+        by_key=by_key,
     )  # fmt: skip
 
 

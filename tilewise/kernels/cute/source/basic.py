@@ -193,9 +193,10 @@ def multiply(mma: cutlass.Constexpr, acc, a_tile, b_tile, thread, b_transposed: 
     copy_a = cute.make_tiled_copy_A(loading_operand(element), mma)
     copy_b = cute.make_tiled_copy_B(loading_operand(element, b_transposed), mma)
     from_a, from_b = copy_a.get_slice(thread), copy_b.get_slice(thread)
-    for i in cutlass.range(a_tile.shape[1] // width, unroll_full=element is not Float32):
-        a_slice = cute.local_tile(a_tile, (a_tile.shape[0], width), (0, i))
-        b_slice = cute.local_tile(b_tile, (b_tile.shape[0], width), (0, i))
+    (a_rows, depth), b_rows = (cute.size(a_tile, mode=[i]) for i in range(2)), cute.size(b_tile, mode=[0])
+    for i in cutlass.range(depth // width, unroll_full=element is not Float32):
+        a_slice = cute.local_tile(a_tile, (a_rows, width), (0, i))
+        b_slice = cute.local_tile(b_tile, (b_rows, width), (0, i))
         a, b = mma.make_fragment_A(mine.partition_A(a_slice)), mma.make_fragment_B(mine.partition_B(b_slice))
         cute.copy(copy_a, from_a.partition_S(a_slice), from_a.retile(a))
         cute.copy(copy_b, from_b.partition_S(b_slice), from_b.retile(b))

@@ -1,240 +1,529 @@
 """Hopper's own way: a producer warp keeps the copy engine (TMA) busy with tiles of q, k and v; consumer warpgroups,
-each with 64 queries of the tile, multiply them with wgmma and do the softmax in between.
+each with 64 queries of the tile, multiply them with wgmma and do the softmax in between. A block takes one query tile
+after the other, and the next tile's first product runs beside the last one's last.
 
 The products of a step run while the exponentials of the step before are taken: s of one key tile is issued together
-with acc += p @ v of the tile before it. Where heads are large, one warpgroup multiplies while the other takes
-exponentials.
+with acc += p @ v of the tile before it. With two warpgroups one multiplies while the other takes exponentials.
+
+Key tiles are taken from the last to the first: a causal row meets its masked tiles, and its nearest keys, first. From
+there on no mask is needed, and the softmax is speculative: speculation.py.
 """
+
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
+from tilewise.kernels.cute.source import basic
+from tilewise.kernels.cute.source.forward_sm90_producer import Arrays, load
+from tilewise.kernels.cute.source.hopper import anew, pin, wait_in_place
+from tilewise.kernels.cute.source.items import (
+    BATCH,
+    PLACES,
+    WORDS,
+    Order,
+    run_of_item,
+    schedule,
+    wait_for_item,
+    work_of_item,
+)
+from tilewise.kernels.cute.source.rings import (
+    advance,
+    barriers,
+    begin,
+    filling,
+    free,
+    free_place,
+    reading,
+    stage_of,
+    wait_until_full,
+)
+from tilewise.kernels.cute.source.speculation import (
+    FINITE_SUM,
+    PATIENCE,
+    any_above,
+    begin_rows,
+    exact,
+    safe_sum,
+    speculate,
+    tame,
+)
 from tilewise.kernels.cute.source.tiles import (
     PARTIAL,
+    Rows,
     binary,
     finish,
-    mask,
+    mask_by_variant,
+    mask_from,
     matrix,
     multiply_rows,
-    online_softmax,
     rows_of,
     score,
-    work_of,
 )
 from tilewise.kernels.cute.source.vocabulary import (
+    ELEMENTS,
     WARPGROUP,
     by_rows,
     consumers_meet,
     copy_engine,
+    first_operand,
+    loading_operand,
     operand_of_product,
+    product,
     products_sm90,
-    role_of,
-    stages,
+    read_cells,
+    store_in_quads,
     swizzled_tiles,
+    table_tiles,
 )
 
-SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those that are for barriers
+SHARED, AROUND = 227 << 10, 2048  # bytes of shared memory that a block has, and those for barriers and items
 MOST_STAGES = 4
 TURNS = 2  # the first of the barriers by which warpgroups take turns
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # of a thread
+# Of a thread that produces and one that consumes, by warpgroups that do. All together they must not be more than a
+# block begins with, 168 a thread of three warpgroups and 128 of four: who asks for more waits for ever.
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240  # the same where a single warp produces, for two warpgroups
 
 
-def stages_of(build, element):
-    """As many as shared memory has room for."""
-    q_bytes = build.tile.q * build.depth * element.width // 8
-    stage_bytes = build.tile.k * (build.depth + build.columns) * element.width // 8
-    return min((SHARED - AROUND - q_bytes) // stage_bytes, MOST_STAGES)
+class Room(NamedTuple):
+    """How many places there are in shared memory."""
+
+    q: int
+    kv: int
+    table: int
+
+
+def holds_q(build):
+    """In registers: products then read less of shared memory, and its place is free at once. Larger heads, and scores
+    that are no plain products, have no room for it beside what computes a tile again: exponentials would wait for each
+    other."""
+    return build.depth <= 64 and is_plain(build)
+
+
+def is_plain(build):
+    """Whether scores are products alone, and masks read nothing."""
+    return not hasattr(build.variant, "score") and not build.loaded
+
+
+def room_of(build, element):
+    """Two places for a table's tiles, if k and v have two nevertheless; and for q, unless it is in registers: the next
+    item's is to be there in time."""
+    size = element.width // 8
+    q_bytes, stage_bytes = build.tile.q * build.depth * size, build.tile.k * (build.depth + build.columns) * size
+    cell_bytes = ELEMENTS[build.table.dtype].width // 8 if build.table else 0
+    table_bytes = build.tile.q * build.tile.k * cell_bytes
+    left = SHARED - AROUND - 2 * stage_bytes
+    tables = 0 if build.table is None else 2 if left >= q_bytes + 2 * table_bytes else 1
+    q_places = 2 if not holds_q(build) and left >= 2 * q_bytes + tables * table_bytes else 1
+    left -= q_places * q_bytes + tables * table_bytes
+    return Room(q_places, min(2 + left // stage_bytes, MOST_STAGES), tables)
 
 
 @cute.jit
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
     records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple, scale: Float32,
+    next_item: cute.Tensor, blocks: Int32, section: Int32, sections: Int32,
     build: cutlass.Constexpr, stream,
 ):  # fmt: skip
-    """q, k, v, out: (batch, heads, n, d); lse: (batch, heads, n). A block a query tile, as records has them."""
+    """q, k, v, out: (batch, heads, n, d); lse: (batch, heads, n). blocks: as many as run at once, at most one a query
+    tile, of which records has one each; the rest is items.Order."""
     element, tile = q.element_type, build.tile
-    q_tiles = swizzled_tiles(element, tile.q, build.depth, 1)
-    k_tiles = swizzled_tiles(element, tile.k, build.depth, stages_of(build, element))
-    v_tiles = swizzled_tiles(element, tile.k, build.columns, stages_of(build, element), transposed=True)
+    room = room_of(build, element)
+    q_tiles = swizzled_tiles(element, tile.q, build.depth, room.q)
+    k_tiles = swizzled_tiles(element, tile.k, build.depth, room.kv)
+    v_tiles = swizzled_tiles(element, tile.k, build.columns, room.kv, transposed=True)
     q_map, q_rows = copy_engine(q, q_tiles)
     k_map, k_rows = copy_engine(k, k_tiles)
     v_map, v_rows = copy_engine(v, v_tiles, transposed=True)
-    batch, heads, count = records.shape[0], records.shape[1], records.shape[2]
+    table_map, table_rows, cells = None, None, None
+    if cutlass.const_expr(build.table is not None):
+        cells = table_tiles(arrays[-1].element_type, tile.q, tile.k, room.table)
+        table_map, table_rows = copy_engine(arrays[-1], cells)
     attention(
-        q_map, k_map, v_map, q_rows, k_rows, v_rows, q_tiles, k_tiles, v_tiles, out, lse, records, runs, sinks, arrays,
-        scale, q.shape[1] // k.shape[1], build,
+        q_map, k_map, v_map, table_map, q_rows, k_rows, v_rows, table_rows, q_tiles, k_tiles, v_tiles, cells,
+        out, lse, records, runs, sinks, arrays, scale, binary(scale, build), q.shape[1] // k.shape[1], next_item,
+        section, sections, build,
     ).launch(
-        grid=(count, heads, batch), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1,
-        stream=stream,
+        grid=(blocks, 1, 1), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream,
     )  # fmt: skip
 
 
 @cute.kernel
 def attention(
-    q_map: cute.CopyAtom, k_map: cute.CopyAtom, v_map: cute.CopyAtom,
-    q_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor,
+    q_map: cute.CopyAtom, k_map: cute.CopyAtom, v_map: cute.CopyAtom, table_map: cute.CopyAtom | None,
+    q_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor, table_rows: cute.Tensor | None,
     q_tiles: cute.ComposedLayout, k_tiles: cute.ComposedLayout, v_tiles: cute.ComposedLayout,
+    cells: cute.ComposedLayout | None,
     out: cute.Tensor, lse: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple,
-    scale: Float32, group: cutlass.Int32, build: cutlass.Constexpr,
+    scale: Float32, factor: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32,
+    build: cutlass.Constexpr,
 ):  # fmt: skip
-    number, h, b = cute.arch.block_idx()
+    """factor: what makes scores exponents of 2; known before, or it would be reckoned again in every step."""
     element, consumers = out.element_type, build.tile.q // 64
+    warps, (produces, consumes) = 4 * consumers, REGISTERS[consumers]
 
     memory = SmemAllocator()
     q_tile, k_tile, v_tile = (
         memory.allocate_tensor(element, layout.outer, 1024, layout.inner) for layout in (q_tiles, k_tiles, v_tiles)
     )
-    q_stages = stages(q_tile, consumers)
-    k_stages = stages(k_tile, consumers)
-    v_stages = stages(v_tile, consumers)
+    table_tile = None
+    if cutlass.const_expr(build.table is not None):
+        table_tile = memory.allocate_tensor(arrays[-1].element_type, cells.outer, 1024, cells.inner)
+    items = memory.allocate_tensor(Int32, cute.make_layout((WORDS, PLACES)), 16)
+    of_q, of_k, of_v = (barriers(memory, cute.size(x, mode=[2]), 1, warps) for x in (q_tile, k_tile, v_tile))
+    of_table = barriers(memory, 1 if table_tile is None else cute.size(table_tile, mode=[2]), 1, warps)
+    of_items, of_begun = barriers(memory, PLACES, 32, warps + 1), barriers(memory, 1, 1, 1)
+    if cute.arch.thread_idx()[0] == 0:
+        begin(of_q, of_k, of_v, of_table, of_items, of_begun)
+    cute.arch.mbarrier_init_fence()
+    cute.arch.sync_threads()
 
-    warpgroup_number, is_producer = role_of()
+    warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    warpgroup_number = warp_number // 4
     if warpgroup_number == 0:
-        cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        if is_producer:
-            work = work_of(records, number, b, h, group)
-            hk = work.place.hk
-            produce(q_map, q_rows[None, None, h, b], q_tile, q_stages, k_map, k_rows[None, None, hk, b], k_tile,
-                    k_stages, v_map, v_rows[None, None, hk, b], v_tile, v_stages, work, runs, build)  # fmt: skip
+        cute.arch.setmaxregister_decrease(produces)
+        if warp_number == 0:
+            load(
+                Arrays(q_map, q_rows, q_tile, filling(of_q[0])), Arrays(k_map, k_rows, k_tile, filling(of_k[0])),
+                Arrays(v_map, v_rows, v_tile, filling(of_v[0])),
+                Arrays(table_map, table_rows, table_tile, filling(of_table[0])), items, reading(of_items[0]),
+                of_begun[0], runs, group, build,
+            )  # fmt: skip
+        if warp_number == 1:
+            order = Order(next_item, section, sections)
+            schedule(items, filling(of_items[0]), reading(of_begun[0]), records, runs, order)
     else:
-        cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-        work = work_of(records, number, b, h, group)
-        consume(q_tile, k_tile, v_tile, q_stages, k_stages, v_stages, warpgroup_number - 1, work, runs, b, h,
-                out, lse, sinks, arrays, scale, build)  # fmt: skip
+        cute.arch.setmaxregister_increase(consumes)
+        rings = Rings(*(reading(x[0]) for x in (of_q, of_k, of_v, of_table, of_items)))
+        consumer = consumer_of(
+            q_tile, k_tile, v_tile, table_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale,
+            factor if build.raw else binary(scale, build), build,
+        )  # fmt: skip
+        consume(consumer, out, lse, sinks)
 
 
-@cute.jit
-def produce(
-    q_map, q_rows, q_tile, q_stages, k_map, k_rows, k_tile, k_stages, v_map, v_rows, v_tile, v_stages, work, runs,
-    build: cutlass.Constexpr,
-):  # fmt: skip
-    """One warp: tiles come as soon as there is a place for them."""
-    q_rows = cute.domain_offset((work.q_begin + work.first, 0), q_rows)
-    k_rows = cute.domain_offset((work.k_begin, 0), k_rows)
-    v_rows = cute.domain_offset((0, work.k_begin), v_rows)
-    q_from, q_to = parts(q_map, q_rows, q_tile, (build.tile.q, build.depth), (None, 0))
-    k_from, k_to = parts(k_map, k_rows, k_tile, (build.tile.k, build.depth), (None, 0))
-    v_from, v_to = parts(v_map, v_rows, v_tile, (build.columns, build.tile.k), (0, None))
-    q_producer, k_producer, v_producer = (x.make_producer() for x in (q_stages, k_stages, v_stages))
-
-    # 1 load q
-    place = q_producer.acquire_and_advance()
-    cute.copy(q_map, q_from[None, 0], q_to[None, place.index], tma_bar_ptr=place.barrier)
-    # for each kv tile of the schedule:
-    for run in cutlass.range(work.first_run, work.last_run, unroll=1):
-        for tile in cutlass.range(runs[run, 0], runs[run, 1], unroll=1):
-            place = k_producer.acquire_and_advance()
-            cute.copy(k_map, k_from[None, tile], k_to[None, place.index], tma_bar_ptr=place.barrier)
-            place = v_producer.acquire_and_advance()
-            cute.copy(v_map, v_from[None, tile], v_to[None, place.index], tma_bar_ptr=place.barrier)
+# -- consumers --------------------------------------------------------------------------------------------------------
 
 
-def parts(map_, rows, tile, size, which):
-    """Tiles of a matrix and their places, as the copy engine takes them: (numbers of a tile, tile or place)."""
-    matrix = cute.local_tile(rows, size, which)
-    to, from_ = cute.nvgpu.cpasync.tma_partition(
-        map_, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(matrix, 0, 2)
-    )
-    return from_, to
+class Rings(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    table: Any
+    items: Any
 
 
-@cute.jit
-def consume(
-    q_tile, k_tile, v_tile, q_stages, k_stages, v_stages, number, work, runs, b, h, out, lse, sinks, arrays, scale,
-    build: cutlass.Constexpr,
-):  # fmt: skip
+class Consumer(NamedTuple):
     """A warpgroup: 64 rows of the query tile, of which a thread has two (and shares them with its quad)."""
+
+    number: Int32
+    thread: Int32  # of all that consume
+    q_tile: cute.Tensor
+    k_tile: cute.Tensor
+    v_tile: cute.Tensor
+    table_tile: cute.Tensor | None
+    rings: Rings
+    items: cute.Tensor
+    runs: cute.Tensor
+    group: Int32
+    arrays: tuple
+    scale: Float32
+    build: Any
+    qk: tuple  # products: that which forgets the result before, and that which adds to it
+    pv: tuple
+    q: cute.Tensor  # operands in shared memory; q in registers, if they have room
+    k: cute.Tensor
+    v: cute.Tensor
+    s: cute.Tensor
+    acc: cute.Tensor
+    p: cute.Tensor
+    narrow: cute.Tensor  # the same registers, in the order of s
+    at: cute.Tensor  # where in the tile each score is
+    rows: Rows
+    rows_left: cute.Tensor  # of the sequence, from the thread's first row on
+    keys_left: cute.Tensor  # from the first key on of the tile that p has the weights of
+
+
+def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, group, arrays, scale, factor, build):
     element, thread = q_tile.element_type, cute.arch.thread_idx()[0] - WARPGROUP
-    qk, pv = products_sm90(element, build.tile.q, build.tile.k, build.columns)
+    qk, pv = products_sm90(element, build.tile.q, build.tile.k, build.columns, holds_q(build))
     mine, ours, ours_of_v = qk[0].get_slice(thread), *(x[0].get_slice(number * WARPGROUP) for x in (qk, pv))
-    q = qk[0].make_fragment_A(ours.partition_A(q_tile))
-    k = qk[0].make_fragment_B(ours.partition_B(k_tile))
-    v = pv[0].make_fragment_B(ours_of_v.partition_B(v_tile))
     s = qk[0].make_fragment_C(qk[0].partition_shape_C((build.tile.q, build.tile.k)))
     acc = pv[0].make_fragment_C(pv[0].partition_shape_C((build.tile.q, build.columns)))
     p = cute.make_rmem_tensor(operand_of_product(s), element)
-    narrow = cute.make_tensor(p.iterator, s.layout)  # the same registers, in the order of s
-    at = mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k)))
-    acc.fill(0.0)
-    rows = rows_of(acc, binary(scale, build))
-    q_consumer, k_consumer, v_consumer = (x.make_consumer() for x in (q_stages, k_stages, v_stages))
+    if holds_q(build):
+        q = cute.make_rmem_tensor(first_operand(build.depth // 16), element)
+    else:
+        q = qk[0].make_fragment_A(ours.partition_A(q_tile))
+    return Consumer(
+        number, thread, q_tile, k_tile, v_tile, table_tile, rings, items, runs, group, arrays, scale, build, qk, pv,
+        q, qk[0].make_fragment_B(ours.partition_B(k_tile)),
+        pv[0].make_fragment_B(ours_of_v.partition_B(v_tile)), s, acc, p, cute.make_tensor(p.iterator, s.layout),
+        mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))), rows_of(acc, factor),
+        *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)),
+    )  # fmt: skip
 
+
+@cute.jit
+def consume(c, out, lse, sinks):
+    """All items of a block; there is one at least."""
+    pass_first_turn(c)
     # 1 load q
-    q_consumer.wait_and_advance()
-    # for each kv tile of the schedule:
-    if work.first_run < work.last_run:
-        pass_first_turn(number, build)
-        # The first tile: no product of its weights is under way yet.
-        tile = runs[work.first_run, 0]
-        place = k_consumer.wait_and_advance()
-        take_turn(number, build)
-        warpgroup.fence()
-        multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
-        pass_turn(number, build)
+    n_runs = wait_for_item(c.items, c.rings.items)
+    begin_q(c)
+    wait_until_full(c.rings.k)
+    take_turn(c)
+    warpgroup.fence()
+    multiply_q_k(c)
+    pass_turn(c)
+    cells = cells_of(c)
+    warpgroup.wait_group(0)
+    first_tile(c, n_runs, cells)
+    pack(c)
+    while n_runs > 0:
+        zero(c.acc)
+        # for each kv tile of the schedule:
+        for i in cutlass.range(n_runs, unroll=1):
+            first, last, kind = run_of_item(c.items, stage_of(c.rings.items), c.runs, n_runs - 1 - i)
+            if i == 0:
+                last = last - 1  # it was the item's first
+            if kind == PARTIAL:
+                for j in cutlass.range(last - first, unroll=1):
+                    exact_step(c, last - 1 - j, True)
+            else:
+                for j in cutlass.range(last - first, unroll=1):
+                    full_step(c, last - 1 - j)
+        if cutlass.const_expr(not holds_q(c.build)):
+            free(c.rings.q)
+
+        # The last product of this item beside the first of the next.
+        done, stage = copied(c.rows), stage_of(c.rings.items)
+        advance(c.rings.items)
+        n_runs = wait_for_item(c.items, c.rings.items)
+        if n_runs > 0:
+            begin_q(c)
+            first_tile(c, n_runs, begin_products(c))
+            warpgroup.wait_group(0)
+            free(c.rings.v)
+        else:
+            wait_for_v(c)
+            take_turn(c)
+            warpgroup.fence()
+            multiply_p_v(c)
+            pass_turn(c)
+            warpgroup.wait_group(0)
+            free(c.rings.v)
+        store_item(c, stage, done, out, lse, sinks)
+        free_place(c.rings.items, stage)
+        pack(c)
+
+
+# 1 load q (to registers, if they have room)
+def begin_q(c):
+    wait_until_full(c.rings.q)
+    if holds_q(c.build):
+        loading = cute.make_tiled_copy_A(loading_operand(c.q.element_type), product(c.q.element_type))
+        thread = anew(c.thread)  # what follows from it is not to take registers all the time
+        mine = loading.get_slice(thread % WARPGROUP)
+        cute.copy(loading, mine.partition_S(q_rows(c, thread)), mine.retile(c.q))
+        free(c.rings.q)
+
+
+def q_rows(c, thread):
+    """Of a thread's warpgroup."""
+    tile = c.q_tile[None, None, stage_of(c.rings.q)]
+    return cute.local_tile(tile, (64, c.build.depth), (thread // WARPGROUP, 0))
+
+
+def begin_products(c):
+    """Issue this tile's s and the last tile's p @ v; wait for s. Cells of a table are read meanwhile."""
+    wait_until_full(c.rings.k)
+    if c.build.packed:
+        wait_for_v(c)
+    take_turn(c)
+    warpgroup.fence()
+    multiply_q_k(c)
+    if not c.build.packed:
+        wait_for_v(c)
+    multiply_p_v(c)
+    pass_turn(c)
+    cells = cells_of(c)
+    warpgroup.wait_group(1)
+    return cells
+
+
+def wait_for_v(c):
+    wait_until_full(c.rings.v)
+    if c.build.packed:
+        clear_rows(c.v_tile[None, None, stage_of(c.rings.v)], c.keys_left[0], c.thread, c.build.tile.q)
+
+
+# 2 s = q @ k.T
+def multiply_q_k(c):
+    q = c.q if holds_q(c.build) else c.q[None, None, None, stage_of(c.rings.q)]
+    multiply(c.qk, c.s, q, c.k[None, None, None, stage_of(c.rings.k)], False)
+
+
+@cute.jit
+def multiply_q_k_again(c):
+    """The same for this warp's 16 rows alone, once more: k is still there."""
+    mma = product(c.q_tile.element_type)
+    k_tile, thread = c.k_tile[None, None, stage_of(c.rings.k)], anew(c.thread)
+    s = cute.make_tensor(c.s.iterator, mma.make_fragment_C(mma.partition_shape_C((64, c.build.tile.k))).layout)
+    zero(s)
+    if cutlass.const_expr(holds_q(c.build)):
+        multiply_held(mma, s, c.q, k_tile, thread % WARPGROUP)
+    else:
+        basic.multiply(mma, s, q_rows(c, thread), k_tile, thread % WARPGROUP, False)
+
+
+def multiply_held(mma, s, q, k_tile, thread):
+    """s += q @ k_tile.T, a slice at a time, of q in registers."""
+    loading, mine = cute.make_tiled_copy_B(loading_operand(q.element_type), mma), mma.get_slice(thread)
+    for i in range(cute.size(q, mode=[2])):
+        k_slice = cute.local_tile(k_tile, (cute.size(k_tile, mode=[0]), 16), (0, i))
+        k = mma.make_fragment_B(mine.partition_B(k_slice))
+        cute.copy(loading, loading.get_slice(thread).partition_S(k_slice), loading.get_slice(thread).retile(k))
+        cute.gemm(mma, s, q[None, None, i], k[None, None, 0], s)
+
+
+# 3 score
+def score_tile(c, tile, cells):
+    """cells: of a table, or None."""
+    work = work_of_item(c.items, stage_of(c.rings.items), c.group)
+    score(c.s, c.at, tile * c.build.tile.k, work, c.arrays, c.scale, c.build, cells)
+
+
+# 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
+@cute.jit
+def mask_tile(c, tile):
+    work, first_key = work_of_item(c.items, stage_of(c.rings.items), c.group), tile * c.build.tile.k
+    if work.n_k - first_key < c.build.tile.k:
+        mask_from(c.s, work.n_k - first_key - c.at[0][1])
+    if cutlass.const_expr(hasattr(c.build.variant, "mask")):
+        mask_by_variant(c.s, c.at, first_key, work, c.arrays, c.build)
+
+
+def cells_of(c):
+    """Those of this tile's scores, if there is a table."""
+    if c.build.table is None:
+        return None
+    wait_until_full(c.rings.table)
+    return read_cells(c.table_tile, stage_of(c.rings.table), c.at[0][0], cute.arch.lane_idx() % 4, cute.size(c.s))
+
+
+def free_k(c):
+    """k, and what came with it."""
+    free(c.rings.k)
+    if c.build.table is not None:
+        free(c.rings.table)
+
+
+# 5 row_max, rescale, p, row_sum
+@cute.jit
+def first_tile(c, n_runs, cells):
+    """Of an item: its last one. There is nothing to rescale yet."""
+    stage = stage_of(c.rings.items)
+    work = work_of_item(c.items, stage, c.group)
+    _, last, kind = run_of_item(c.items, stage, c.runs, n_runs - 1)
+    c.rows_left[0] = work.n_q - work.first - c.at[0][0]
+    score_tile(c, last - 1, cells)
+    if kind == PARTIAL:
+        mask_tile(c, last - 1)
+    begin_rows(c.rows, c.s)
+    free_k(c)
+    c.keys_left[0] = work.n_k - (last - 1) * c.build.tile.k
+
+
+@cute.jit
+def exact_step(c, tile, masked: cutlass.Constexpr):
+    """The online softmax as it is written everywhere."""
+    score_tile(c, tile, begin_products(c))
+    if cutlass.const_expr(masked):
+        mask_tile(c, tile)
+    free_k(c)
+    rescale = exact(c.rows, c.s, PATIENCE)
+    warpgroup.wait_group(0)
+    free(c.rings.v)
+    # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
+    multiply_rows(c.acc, rescale)
+    pack(c)
+    next_is(c, tile)
+
+
+def full_step(c, tile):
+    """No registers are left to compute scores once more where heads are large and scores not plain products."""
+    if c.build.columns <= 128 or is_plain(c.build):
+        speculative_step(c, tile)
+    else:
+        exact_step(c, tile, False)
+
+
+@cute.jit
+def speculative_step(c, tile):
+    """Some exponentials hide the product before, and the last ones run beside the work that follows."""
+    score_tile(c, tile, begin_products(c))
+    sums = cute.make_rmem_tensor((2,), Float32)
+    zero(sums)
+    columns = c.build.tile.k // 4
+    before = columns * eighths_before_wait(c.build) // 8
+    speculate(c.rows, c.s, sums, 0, before)
+    pin(sums)
+    if cutlass.const_expr(before < columns):
+        wait_in_place(0, c.group > 0)
+    else:
         warpgroup.wait_group(0)
-        place.release()
-        score(s, at, tile * build.tile.k, work, arrays, scale, build)
-        if runs[work.first_run, 2] == PARTIAL:
-            mask(s, at, tile * build.tile.k, work, arrays, build)
-        online_softmax(rows, s)
-        narrow.store(s.load().to(element))
+    speculate(c.rows, c.s, sums, before, columns)
+    pack(c)
+    pin(cute.recast_tensor(c.narrow, Int32))
+    element = c.q_tile.element_type
+    if any_above(safe_sum(element), sums, c.rows_left[0]):
+        correct(c, tile, sums)
+    else:
+        add_to(c.rows.row_sum, sums)
+    free_k(c)
+    free(c.rings.v)
+    next_is(c, tile)
 
-        first_key = tile * build.tile.k  # of the tile that p has the weights of
-        for run in cutlass.range(work.first_run, work.last_run, unroll=1):
-            first_tile, last_tile, kind = runs[run, 0], runs[run, 1], runs[run, 2]
-            if run == work.first_run:
-                first_tile = first_tile + 1
-            for tile in cutlass.range(first_tile, last_tile, unroll=1):
-                # 2 s = q @ k.T, and the product of the tile before
-                place = k_consumer.wait_and_advance()
-                place_v = v_consumer.wait_and_advance()
-                if cutlass.const_expr(build.packed):
-                    clear_rows(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
-                take_turn(number, build)
-                warpgroup.fence()
-                multiply(qk, s, q[None, None, None, 0], k[None, None, None, place.index], False)
-                multiply(pv, acc, p, v[None, None, None, place_v.index], True)
-                pass_turn(number, build)
-                warpgroup.wait_group(1)
-                place.release()
-                first_key = tile * build.tile.k
 
-                # 3 score
-                score(s, at, first_key, work, arrays, scale, build)
+@cute.jit
+def correct(c, tile, sums):
+    """Speculation did not serve: what p should have been."""
+    rescale = cute.make_rmem_tensor_like(c.rows.row_max)
+    if any_above(FINITE_SUM, sums, c.rows_left[0]):
+        multiply_q_k_again(c)
+        score_tile(c, anew(tile), cells_of(c))  # nothing of the first time is kept for this
+        copy(exact(c.rows, c.s, 0.0), rescale)
+    else:
+        copy(tame(c.rows, c.s, sums, c.q_tile.element_type), rescale)
+    multiply_rows(c.acc, rescale)
+    pack(c)
 
-                # 4 mask (PARTIAL tiles only: one that ends beyond the last key is such a tile)
-                if kind == PARTIAL:
-                    mask(s, at, first_key, work, arrays, build)
 
-                # 5 row_max, rescale, p, row_sum
-                rescale = online_softmax(rows, s)
-                warpgroup.wait_group(0)
-                place_v.release()
+def eighths_before_wait(build):
+    """How many of a tile's exponentials are under way when the product before is waited for; if all, the compiler finds
+    a better place for that wait."""
+    return 4 if build.tile.q == 192 else 6 if build.depth > 64 else 8
 
-                # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
-                multiply_rows(acc, rescale)
-                narrow.store(s.load().to(element))
-        place_v = v_consumer.wait_and_advance()
-        if cutlass.const_expr(build.packed):
-            clear_rows(v_tile[None, None, place_v.index], work.n_k - first_key, thread, build.tile.q)
-        warpgroup.fence()
-        multiply(pv, acc, p, v[None, None, None, place_v.index], True)
-        warpgroup.wait_group(0)
-        place_v.release()
 
-    # 7 finish: acc / row_sum, lse
-    sink = sinks[h] if build.has_sinks else None
-    done = finish(rows, acc, element, sink)
-    for row in cutlass.range_constexpr(cute.size(done)):
-        query = work.first + by_rows(at)[row, 0][0]
-        if (at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
-            lse[b, h, work.q_begin + query] = done[row]
-    out_rows = matrix(out, b, h, work.q_begin + work.first)
-    store(acc, out_rows, work.n_q - work.first, pv[0], thread, (build.tile.q, build.columns))
+def next_is(c, tile):
+    """The tile that p has the weights of."""
+    if c.build.packed:
+        c.keys_left[0] = c.items[4, stage_of(c.rings.items)] - tile * c.build.tile.k
+
+
+# 6 acc = acc * rescale + p @ v
+def multiply_p_v(c):
+    multiply(c.pv, c.acc, c.p, c.v[None, None, None, stage_of(c.rings.v)], True)
+
+
+def pack(c):
+    c.narrow.store(c.s.load().to(c.narrow.element_type))
 
 
 def multiply(product, acc, a, b, adds):
@@ -244,22 +533,22 @@ def multiply(product, acc, a, b, adds):
     warpgroup.commit_group()
 
 
-def take_turn(number, build):
+def take_turn(c):
     """Warpgroups take turns to issue products, so that one's exponentials run beside the other's products."""
-    if in_turns(build):
-        cute.arch.barrier(barrier_id=TURNS + number, number_of_threads=2 * WARPGROUP)
+    if in_turns(c.build):
+        cute.arch.barrier(barrier_id=TURNS + c.number, number_of_threads=2 * WARPGROUP)
 
 
-def pass_turn(number, build):
-    if in_turns(build):
-        cute.arch.barrier_arrive(barrier_id=TURNS + 1 - number, number_of_threads=2 * WARPGROUP)
+def pass_turn(c):
+    if in_turns(c.build):
+        cute.arch.barrier_arrive(barrier_id=TURNS + 1 - c.number, number_of_threads=2 * WARPGROUP)
 
 
 @cute.jit
-def pass_first_turn(number, build: cutlass.Constexpr):
+def pass_first_turn(c):
     """The first warpgroup begins."""
-    if number == 1:
-        pass_turn(number, build)
+    if c.number == 1:
+        pass_turn(c)
 
 
 def in_turns(build):
@@ -279,6 +568,25 @@ def clear_rows(tile, count, thread, consumed: cutlass.Constexpr):
         consumers_meet(threads)
 
 
+# 7 finish: acc / row_sum, lse
+@cute.jit
+def store_item(c, stage, rows, out, lse, sinks):
+    """stage: of the item whose rows they are."""
+    work, b = work_of_item(c.items, stage, c.group), c.items[BATCH, stage]
+    h = work.place.h
+    sink = sinks[h] if c.build.has_sinks else None
+    done = finish(rows, c.acc, out.element_type, sink)
+    for row in cutlass.range_constexpr(2):
+        query = work.first + by_rows(c.at)[row, 0][0]
+        if (c.at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
+            lse[b, h, work.q_begin + query] = done[row]
+    out_rows = matrix(out, b, h, work.q_begin + work.first)
+    if cutlass.const_expr(c.build.vector > 1):
+        store_in_quads(c.acc, out_rows, work.n_q - work.first, c.at[0][0])
+    else:
+        store(c.acc, out_rows, work.n_q - work.first, c.pv[0], c.thread, (c.build.tile.q, c.build.columns))
+
+
 @cute.jit
 def store(acc, rows, count, product, thread, size: cutlass.Constexpr):
     """Each thread its numbers of a tile of that size, two at a time, of the rows and columns that there are."""
@@ -294,3 +602,25 @@ def store(acc, rows, count, product, thread, size: cutlass.Constexpr):
             two = (None, row, i), 0, 0
             if cute.elem_less(at[(0, row, i), 0, 0], (count, rows.shape[1])):
                 cute.autovec_copy(result[two], target[two])
+
+
+def zero(x):
+    x.fill(0.0)
+
+
+def copy(from_, to):
+    for i in range(cute.size(to)):
+        to[i] = from_[i]
+
+
+def add_to(sums, more):
+    for i in range(cute.size(sums)):
+        sums[i] = sums[i] + more[i]
+
+
+def copied(rows):
+    """As they are now."""
+    made = [cute.make_rmem_tensor_like(x) for x in (rows.row_max, rows.largest, rows.row_sum)]
+    for to, from_ in zip(made, (rows.row_max, rows.largest, rows.row_sum), strict=True):
+        copy(from_, to)
+    return Rows(*made, rows.factor)

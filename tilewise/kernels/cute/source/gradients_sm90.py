@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass.memory import SmemAllocator
 
-from tilewise.kernels.cute.source.forward_sm90 import parts
+from tilewise.kernels.cute.source.forward_sm90_producer import parts
 from tilewise.kernels.cute.source.tiles import exp2, fused, multiply_by_slopes
 from tilewise.kernels.cute.source.vocabulary import stages
 

@@ -44,7 +44,13 @@ def _bulk(instruction, to, from_, size):
 
 def anew(x):
     """A number that compilers do not know to be the same: what follows from it is computed here, and not kept."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[type(x)], read_only_args=[x])
+
+
+def pin(numbers):
+    """Compilers may not move the computation of these across this place."""
+    for i in range(cute.size(numbers)):
+        numbers[i] = anew(numbers[i])
 
 
 @cute.jit

@@ -11,6 +11,7 @@ from tilewise.kernels.cute.source.operations import maximum, where
 from tilewise.kernels.cute.source.vocabulary import by_rows
 
 PARTIAL = 1  # kinds of tiles, as in schedule.py
+FIELDS = 14  # of a record, as in tables.py
 LOG2_E = 1.4426950408889634
 LN_2 = 0.693147182464599609375  # in float32
 LN_2_REST = -1.904654323148236e-9  # what it lacks
@@ -45,10 +46,12 @@ class Work(NamedTuple):
 
 
 def work_of(records, number, b, h, group):
+    return work_of_fields([records[b, h, number, field] for field in range(FIELDS)], b, h, group)
+
+
+def work_of_fields(fields, b, h, group):
     """Fields of a record as in tables.py."""
-    first, q_begin, k_begin, n_q, n_k, first_run, n_runs, batch, *place = (
-        records[b, h, number, field] for field in range(14)
-    )
+    first, q_begin, k_begin, n_q, n_k, first_run, n_runs, batch, *place = fields
     return Work(
         first, q_begin, k_begin, n_q, n_k, first_run, first_run + n_runs, Place(batch + b, h, h // group, *place)
     )
@@ -64,13 +67,14 @@ def binary(scale, build):
     return scale * LOG2_E if build.raw else Float32(LOG2_E)
 
 
-def score(s, at, first_key, work, arrays, scale, build):
-    """Products of q and k as scores. at: where in the tile each of them is."""
+def score(s, at, first_key, work, arrays, scale, build, cells=None):
+    """Products of q and k as scores. at: where in the tile each of them is. cells: of a table, one for each."""
     for i in range(cute.size(s)):
         if not build.raw and build.scaling == "scores":
             s[i] = s[i] * scale
         if hasattr(build.variant, "score"):
-            s[i] = _at(build.variant.score, s[i], at[i], first_key, work, arrays)
+            near = () if cells is None else (cells[i],)
+            s[i] = _at(build.variant.score, s[i], at[i], first_key, work, arrays, *near)
 
 
 def mask(s, at, first_key, work, arrays, build):
@@ -82,6 +86,22 @@ def mask(s, at, first_key, work, arrays, build):
         s[i] = where(counts, s[i], Float32(-INFINITY))
 
 
+def mask_by_variant(s, at, first_key, work, arrays, build):
+    """The same, of keys that there are; rows beyond the last query may be anything."""
+    for i in range(cute.size(s)):
+        counts = _at(build.variant.mask, s[i], at[i], first_key, work, arrays)
+        s[i] = where(counts, s[i], Float32(-INFINITY))
+
+
+def mask_from(s, left):
+    """-inf from a key on. left: how many there are from the thread's first one on."""
+    s_rows = by_rows(s)
+    for column in range(cute.size(s_rows, mode=[1])):
+        counts = left > column // 2 * 8 + column % 2  # of each eight keys a thread has two
+        for row in range(cute.size(s_rows, mode=[0])):
+            s_rows[row, column] = where(counts, s_rows[row, column], Float32(-INFINITY))
+
+
 def multiply_by_slopes(d_score, product, at, first_key, work, arrays, scale, build):
     """By the derivative of the score; a key of weight 0 passes nothing on, whatever its slope."""
     for i in range(cute.size(d_score)):
@@ -89,12 +109,12 @@ def multiply_by_slopes(d_score, product, at, first_key, work, arrays, scale, bui
         d_score[i] = where(d_score[i] == 0.0, Float32(0.0), d_score[i] * slope)
 
 
-def _at(function, s, at, first_key, work, arrays):
-    """A function of the variant, for one score."""
+def _at(function, s, at, first_key, work, arrays, *near):
+    """A function of the variant, for one score. near: its cell of a table, if it is given one."""
     query, key = work.first + at[0], first_key + at[1]  # within the sequence
     b, h, hk, origin_q, origin_k, total_q, total_k, packed_q, packed_k = work.place
     return function(
-        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays
+        s, b, h, hk, origin_q + query, origin_k + key, packed_q + query, packed_k + key, total_q, total_k, arrays, *near
     )
 
 

@@ -9,10 +9,15 @@ stage       a place for a tile in a ring of them: the last mode of a tile's layo
 map         a cute.CopyAtom of the copy engine: where an array lies, and how its tiles are to lie in shared memory
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, pipeline
+from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import CopyUniversalOp, MmaUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
+
+from tilewise.kernels.cute.source.operations import where
 
 ELEMENTS = {"float16": Float16, "bfloat16": BFloat16, "float32": Float32}
 THREADS = 128  # four warps
@@ -93,6 +98,17 @@ def role_of():
     return warp_number // 4, warp_number == 0
 
 
+def table_tiles(element, rows, columns, count):
+    """Tiles as the copy engine writes them, in parts whose rows have 128 bytes, or 64 if that is what divides them."""
+    kinds = warpgroup.SmemLayoutAtomKind
+    kind = kinds.K_SW128 if row_bytes(element, columns) == 128 else kinds.K_SW64
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, element), (rows, columns, count), order=(0, 1, 2))
+
+
+def row_bytes(element, columns):
+    return 128 if columns * element.width // 8 % 128 == 0 else 64
+
+
 def swizzled_tiles(element, rows, columns, count, transposed=False):
     """Tiles as the copy engine writes and wgmma reads them: parts of 64 columns, whose rows have 128 bytes.
 
@@ -103,6 +119,45 @@ def swizzled_tiles(element, rows, columns, count, transposed=False):
     if transposed:
         return cute.tile_to_shape(atom, (columns, rows, count), order=(1, 0, 2))
     return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
+
+
+def read_cells(tiles, stage, row, quarter, count):
+    """Numbers of a table's tile, at the places of those that a thread has of a product, so many, two at a time.
+
+    row: its first; quarter: which thread of its quad it is: of each eight columns it has two. Chunks of 16 bytes
+    changed places, in another way in each 128 bytes.
+    """
+    element, (rows, columns) = tiles.element_type, (cute.size(tiles, mode=[i]) for i in range(2))
+    two = Int32 if element.width == 16 else Int64
+    in_row, in_chunk = (size // (two.width // 8) for size in (row_bytes(element, columns), 16))
+    turned = row % 8 if row_bytes(element, columns) == 128 else row // 2 % 4
+    pairs = cute.make_tensor(cute.recast_ptr(tiles.iterator, dtype=two), cute.make_layout(cute.size(tiles) // 2))
+    first = stage * (rows * columns // 2) + row * in_row
+
+    def pair(i):
+        group, half = divmod(i, 2)
+        part, number = divmod(4 * group, in_row)  # the group's first pair, of those of a part's row
+        chunk = (number // in_chunk + quarter // in_chunk) ^ turned
+        return pairs[first + (part * rows + 8 * half) * in_row + chunk * in_chunk + quarter % in_chunk]
+
+    if element.width == 32:
+        return Cells(pair, element)  # registers have no room for all of them
+    return Cells([pair(i) for i in range(count // 2)].__getitem__, element)
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Numbers as they were read, two at a time, of which each is widened when it is asked for."""
+
+    pair: Callable
+    element: type
+
+    def __getitem__(self, i):
+        both = self.pair(i // 2)
+        if self.element is BFloat16:  # the upper half of a number of float32: one operation
+            return (both & -65536 if i % 2 else both << 16).bitcast(Float32)
+        bits = Int16 if self.element is Float16 else Int32
+        return bits(both >> self.element.width * (i % 2)).bitcast(self.element).to(Float32)
 
 
 def seen_across(tiles):
@@ -134,15 +189,15 @@ def stages(tiles, consumers):
     )
 
 
-def products_sm90(element, rows, keys, columns):
-    """q @ k.T, of tiles in shared memory; and p @ v, of p in registers. A warpgroup has 64 rows of either.
+def products_sm90(element, rows, keys, columns, q_in_registers=False):
+    """q @ k.T, of tiles in shared memory, or of q in registers; p @ v, of p in registers. A warpgroup has 64 rows.
 
     Each as two: one that forgets what the result was before, and one that adds to it.
     """
     warpgroups = (rows // 64, 1, 1)
     along, across = OperandMajorMode.K, OperandMajorMode.MN
     memory, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
-    qk = warpgroup.MmaF16BF16Op(element, Float32, (64, keys, 16), memory, along, along)
+    qk = warpgroup.MmaF16BF16Op(element, Float32, (64, keys, 16), registers if q_in_registers else memory, along, along)
     pv = warpgroup.MmaF16BF16Op(element, Float32, (64, columns, 16), registers, along, across)
     return tuple(tuple(_adding(cute.make_tiled_mma(x, warpgroups), adds) for adds in (False, True)) for x in (qk, pv))
 
@@ -154,9 +209,42 @@ def _adding(mma, adds):
 
 def operand_of_product(fragment):
     """How numbers of a product lie as the first operand of another: two groups of eight columns are one step of it."""
-    groups = cute.size(fragment) // 8
-    return cute.make_layout(((2, 2, 2), 1, groups), stride=((1, 2, 4), 0, 8))
+    return first_operand(cute.size(fragment) // 8)
+
+
+def first_operand(steps):
+    """How a thread's numbers of so many steps of a product lie in registers, eight of each."""
+    return cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, 8))
 
 
 def consumers_meet(threads):
     cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+
+
+@cute.jit
+def store_in_quads(acc, rows, count, first_row):
+    """A product's two rows of a thread, first_row and the eighth after it, of so many rows: a quad stores 64 bytes of
+    one at once."""
+    element, quarter = rows.element_type, cute.arch.lane_idx() % 4
+    narrow = cute.make_rmem_tensor_like(acc, element)
+    narrow.store(acc.load().to(element))
+    words = cute.recast_tensor(cute.make_tensor(narrow.iterator, cute.make_layout(cute.size(narrow))), Int32)
+    for row in cutlass.range_constexpr(2):
+        for n in cutlass.range_constexpr(0, cute.size(acc) // 4, 4):
+            four = cute.make_rmem_tensor((4,), Int32)
+            for i in cutlass.range_constexpr(4):
+                four[i] = words[2 * (n + i) + row]
+            transpose_in_quad(four, quarter)
+            place = first_row + 8 * row, n + quarter
+            if (place[0] < count) & (8 * place[1] < rows.shape[1]):
+                cute.autovec_copy(cute.recast_tensor(four, element), cute.local_tile(rows, (1, 8), place)[0, None])
+
+
+def transpose_in_quad(words, i):
+    """Thread i of a quad has words i of four groups of four; after this it has group i."""
+    for step in (1, 2):
+        is_upper, other = (i & step) != 0, 3 - step
+        for j in (0, other):  # pairs j, j + step
+            low, high = words[j], words[j + step]
+            given = cute.arch.shuffle_sync_bfly(where(is_upper, low, high), offset=step)
+            words[j], words[j + step] = where(is_upper, given, low), where(is_upper, high, given)

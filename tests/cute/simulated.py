@@ -1,0 +1,130 @@
+"""python -m tests.cute.simulated build KERNELS CASE...: compiles what the cases take, and keeps its PTX;
+python -m tests.cute.simulated run KERNELS STAND_IN CASE...: computes them, and tells by how far each is off.
+
+Two processes: the compiler brings CUDA's own runtime, for which the stand-in stands. "all": every case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilewise as tw
+from tilewise import arrays, cases, contract, validate
+from tilewise.kernels.cute import support
+from tilewise.kernels.cute.launch import cannot_be_copied, is_aligned
+from tilewise.kernels.cute.rungs import RUNGS
+from tilewise.kernels.cute.wanted import Wanted, kernel_of
+from tilewise.kernels.disk import Files
+from tilewise.validate import Call
+
+ARCH, RUNTIME, HOPPER = "sm_90a", "cu13", (9, 0)
+RUNG = RUNGS["forward_sm90"]
+LENGTHS = torch.tensor([0, 70, 70, 270, 400, 401], dtype=torch.int32)
+
+
+def _drawn(seed: int, *shape: int, gain: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * gain).to(dtype)
+
+
+def _dense(
+    d: int, n: int, keys: int = 0, gain: float = 1.0, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Call:
+    rows = (2, n), (1, keys or n), (1, keys or n)
+    q, k, v = (_drawn(i, 1, heads, count, d, gain=gain, dtype=dtype) for i, (heads, count) in enumerate(rows))
+    return validate.prepare(q, k, v, **options)
+
+
+def _packed(d: int, **options: Any) -> Call:
+    q, k, v = (_drawn(i, int(LENGTHS[-1]), 2, d) for i in range(3))
+    return validate.prepare_varlen(q, k, v, LENGTHS, LENGTHS, **options)
+
+
+def _biased(d: int, n: int, keys: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+    """Some rows see no key, some only the last ones."""
+    bias = _drawn(3, 1, 2, n, keys, gain=2.0)
+    bias[:, :, : n // 3] = bias[:, :, n // 3 : n // 2, :-20] = -torch.inf
+    return _dense(d, n, keys, score=tw.bias(bias.to(dtype)))
+
+
+def _named() -> Iterator[tuple[str, Callable[[], Call]]]:
+    for d in (64, 128, 256):
+        yield f"full {d}", lambda d=d: _dense(d, 300, 500)
+        yield f"causal {d}", lambda d=d: _dense(d, 300, causal=True)
+        yield f"without keys {d}", lambda d=d: _dense(d, 300, 100, causal=True)
+        yield f"growing {d}", lambda d=d: _dense(d, 200, 500, gain=8.0)  # weights are rescaled, and computed again
+        yield f"growing halves {d}", lambda d=d: _dense(d, 200, 500, gain=8.0, dtype=torch.float16)
+        yield f"packed {d}", lambda d=d: _packed(d, causal=True)
+        yield f"bias {d}", lambda d=d: _biased(d, 304, 304)
+        yield f"wide bias {d}", lambda d=d: _biased(d, 304, 304, torch.float32)
+    yield "sinks", lambda: _dense(128, 200, causal=True, sinks=torch.tensor([0.5, -1.0]))
+    yield "long", lambda: _dense(64, 2100, 300)
+    yield "long growing", lambda: _dense(64, 2100, 300, gain=8.0)
+    yield "long bias", lambda: _biased(64, 2112, 200)
+    for case in cases.conformance():
+        yield f"conformance {case}", lambda case=case: _on_torch(case.inputs().call())
+
+
+def _on_torch(call: Call) -> Call:
+    q, k, v = (x if isinstance(x, torch.Tensor) else arrays.as_tensor(x) for x in (call.q, call.k, call.v))
+    return replace(call, q=q, k=k, v=v)
+
+
+CASES = dict(_named())
+
+
+def wanted(call: Call) -> Wanted | None:
+    """The kernel of a call, if Hopper's takes it."""
+    shape = replace(call.shape, device="cuda:0")
+    given = {"q": call.q, "k": call.k, "v": call.v}
+    if support.unsupported(call.spec, shape, RUNG, HOPPER) is not None or cannot_be_copied(given) is not None:
+        return None
+    return kernel_of(RUNG, call.spec, call.shape, aligned=all(map(is_aligned, given.values())))
+
+
+def chosen(names: list[str]) -> dict[str, Call]:
+    called = {name: CASES[name]() for name in (CASES if names == ["all"] else names)}
+    return {name: call for name, call in called.items() if wanted(call) is not None}
+
+
+def build(kernels: Path, names: list[str]) -> None:
+    os.environ |= {"CUTE_DSL_ARCH": ARCH, "CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(kernels)}
+    from tilewise.kernels.cute import compiler
+
+    for kernel in {wanted(call): None for call in chosen(names).values()}:
+        assert kernel is not None
+        name = kernel.name(ARCH, RUNTIME)
+        if Files(kernels).path(name) is None:
+            made = compiler.compile(kernel, ARCH)
+            (kernels / f"{name}.ptx").write_text(made.call.__ptx__)
+            Files(kernels, most=None).add(name, made.library(RUNTIME))
+
+
+def run(kernels: Path, stand_in: str, names: list[str]) -> None:
+    from tests.cute.simulator.launching import Simulator
+
+    simulator = Simulator(stand_in, kernels)
+    for name, call in chosen(names).items():
+        got = simulator.forward(call)
+        expected = contract.expected_forward(call)
+        off = {
+            x.what: [float(x.errors(part).max(initial=0)), x.limit]
+            for x, part in zip(expected, (got.out, got.lse), strict=True)
+        }
+        sys.stdout.write(json.dumps([name, off]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    what, folder, *rest = sys.argv[1:]
+    if what == "build":
+        build(Path(folder), rest)
+    else:
+        run(Path(folder), rest[0], rest[1:])

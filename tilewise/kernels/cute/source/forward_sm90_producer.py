@@ -1,0 +1,93 @@
+"""The producer warp of Hopper's forward kernel, which has the copy engine bring tiles."""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+from cutlass.cute.nvgpu import cpasync
+
+from tilewise.kernels.cute.source.items import BATCH, run_of_item, wait_for_item, work_of_item
+from tilewise.kernels.cute.source.operations import clamped
+from tilewise.kernels.cute.source.rings import copy_to_place, free, stage_of, wait_until_free
+
+
+class Arrays(NamedTuple):
+    """An array in the copy engine's coordinates, and where its tiles go."""
+
+    map: cute.CopyAtom
+    rows: cute.Tensor
+    places: cute.Tensor
+    ring: Any
+
+
+@cute.jit
+def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Constexpr):
+    """One warp: tiles come as soon as there is a place for them. A tile's v comes after the next one's k, as consumers
+    need it a step later."""
+    for array in (q, k, v) if build.table is None else (q, k, v, table):
+        cpasync.prefetch_descriptor(array.map)  # while the first item is made ready
+    next_v = cute.make_rmem_tensor((4,), Int32)  # its tile, where its sequence begins, its head and batch index
+    next_v[0] = Int32(-1)
+    n_runs = wait_for_item(items, item_ring)
+    while n_runs > 0:
+        stage = stage_of(item_ring)
+        work, b = work_of_item(items, stage, group), items[BATCH, stage]
+        # 1 load q
+        wait_until_free(q.ring)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(begun.first)
+        copy_rows(q, 0, work.q_begin + work.first, work.place.h, b, (build.tile.q, build.depth))
+        # for each kv tile of the schedule:
+        for i in cutlass.range(n_runs, unroll=1):
+            first, last, _ = run_of_item(items, stage, runs, n_runs - 1 - i)
+            for j in cutlass.range(last - first, unroll=1):
+                tile = last - 1 - j
+                wait_until_free(k.ring)
+                copy_rows(k, tile, work.k_begin, work.place.hk, b, (build.tile.k, build.depth))
+                if cutlass.const_expr(build.table is not None):
+                    load_table(table, tile, work, build)
+                if next_v[0] >= 0:
+                    load_v(v, next_v, build)
+                next_v[0], next_v[1], next_v[2], next_v[3] = tile, work.k_begin, work.place.hk, b
+        free(item_ring)
+        n_runs = wait_for_item(items, item_ring)
+    load_v(v, next_v, build)
+
+
+def load_v(v, next_v, build):
+    wait_until_free(v.ring)
+    tile, begins, hk, b = (next_v[i] for i in range(4))
+    copy_rows(v, tile, begins, hk, b, (build.columns, build.tile.k), transposed=True)
+
+
+def load_table(table, tile, work, build):
+    """The cells of all queries of the item and the tile's keys."""
+    wait_until_free(table.ring)
+    place, sizes = work.place, table.rows.shape
+    values = {"B": place.b, "H": place.h, "HK": place.hk}
+    others = [Int32(values.get(x, x)) for x in (0, 0, *build.table.others)[-2:]]
+    b, h = (clamped(x, size) for x, size in zip(others, (sizes[3], sizes[2]), strict=True))
+    rows = cute.domain_offset((place.origin_q + work.first, place.origin_k), table.rows[None, None, h, b])
+    copy_tile(table, rows, (build.tile.q, build.tile.k), (0, tile))
+
+
+def copy_rows(array, tile, begins, h, b, size, transposed=False):
+    """The tile of that number, from a row on, to the next place."""
+    offset, which = ((0, begins), (0, tile)) if transposed else ((begins, 0), (tile, 0))
+    copy_tile(array, cute.domain_offset(offset, array.rows[None, None, h, b]), size, which)
+
+
+def copy_tile(array, rows, size, which):
+    from_, to = parts(array.map, rows, array.places, size, which)
+    size_in_bytes = cute.size_in_bytes(array.places.element_type, cute.select(array.places.layout, [0, 1]))
+    copy_to_place(array.ring, array.map, from_, to[None, stage_of(array.ring)], size_in_bytes)
+
+
+def parts(map_, rows, tile, size, which):
+    """Tiles of a matrix and their places, as the copy engine takes them: (numbers of a tile, tile or place)."""
+    matrix = cute.local_tile(rows, size, which)
+    to, from_ = cpasync.tma_partition(
+        map_, 0, cute.make_layout(1), cute.group_modes(tile, 0, 2), cute.group_modes(matrix, 0, 2)
+    )
+    return from_, to
