@@ -55,7 +55,7 @@ KEYS_OF_D_S = "first_row() + lane / 8 % 2 * 8, query = first_query() + lane"
 KEYS_OF_CELLS = "first_row() + lane / 8 % 2 * 8, query = first_query() + n"
 OF_DELTA = "delta = two_of(shared.delta(d_out_stage()), n);\n#pragma unroll\n            for (int i"
 DELTA = "(i % 2 ? delta.y : delta.x)"
-MULTIPLY_S = "        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));\n"
+MULTIPLY_S = "        multiply_rows<DEPTH, false, 0>(s, shared.k(), shared.q(q_stage()));\n"
 MULTIPLY_D_Q = "        begin_d_q();\n"
 WRITE_D_S = "        write_turned(d_s_tile(), d_s);\n"
 MEET_OTHER = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
@@ -310,7 +310,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "scores beyond the last query": Mistake(WRONG, "no number beyond the last query", {"query >= n_q || ": ""}),
     "s that begins with what was there": Mistake(
-        WRONG, "full", {"multiply_rows<DEPTH, false>": "multiply_rows<DEPTH, true>"},
+        WRONG, "full", {"multiply_rows<DEPTH, false, 0>": "multiply_rows<DEPTH, true, 0>"},
     ),
     "the shift of another query tile": Mistake(
         WRONG, "full", {"shifts[n] = two_of(shared.shift(q_stage())": "shifts[n] = two_of(shared.shift(1 - q_stage())"},
@@ -335,7 +335,7 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "full", {OF_DELTA: OF_DELTA.replace("d_out_stage", "1 - d_out_stage")},
     ),
     "d_p that begins with what was there": Mistake(
-        WRONG, "full", {"multiply_rows<COLUMNS, WIDE>": "multiply_rows<COLUMNS, true>"},
+        WRONG, "full", {"multiply_rows<COLUMNS, WIDE, HELD>": "multiply_rows<COLUMNS, true, HELD>"},
     ),
     "delta of half of the columns": Mistake(WRONG, "whole tiles", {"delta += __shfl_xor_sync(~0u, delta, 2);": ""}),
     "d_lse added": Mistake(WRONG, "full", {"delta -= *row_of": "delta += *row_of"}),

@@ -28,6 +28,8 @@ AWAIT = "        hw::wgmma_wait<1>();\n"
 AWAIT_SECOND = "        hw::wgmma_wait<0>();\n        hand_over_d_q(1);\n"
 BEGIN_D_P = "        if (WIDE) clear_to_delta();\n"
 AWAIT_D_OUT = "        hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);\n"
+HOLD_V = "        this->hold_v();\n"
+AWAIT_V = "        hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);\n"
 WRITE_P = "        write(shared.p(), p);\n"
 WRITE_D_S = "        write(d_s_tile(), d_s);\n"
 MEET = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
@@ -107,7 +109,14 @@ MISTAKES: dict[str, Mistake] = {
     "cells of the other queries": Mistake(
         WRONG, "a table, d 256", {"query = first_query() + n * 8 + lane / 16": "query = n * 8 + lane / 16"}
     ),
-    "no delta": Mistake(WRONG, "d 256", {"multiply_rows<COLUMNS, WIDE>": "multiply_rows<COLUMNS, false>"}),
+    "no delta": Mistake(WRONG, "d 256", {"d_p[n * 4] = d_p[n * 4 + 2] = delta.x;": "d_p[n * 4] = d_p[n * 4 + 2] = 0;"}),
+    "v held of the key tile before": Mistake(
+        WRONG, "d 256", {HOLD_V: "        if (this->keys == 0) this->hold_v();\n"}
+    ),
+    "v held before it is there": Mistake(WRONG, "d 256", {AWAIT_V + HOLD_V: HOLD_V + AWAIT_V}),
+    "the other eight of v's columns": Mistake(
+        WRONG, "d 256", {"(k % 4 * 2 + lane / 16) ^ row % 8": "(k % 4 * 2 + 1 - lane / 16) ^ row % 8"}
+    ),
     "d_p that begins with what was there": Mistake(WRONG, "d 256", {BEGIN_D_P: ""}),
     "d_p begun before delta arrives": Mistake(WRONG, "d 256", {AWAIT_D_OUT + BEGIN_D_P: BEGIN_D_P + AWAIT_D_OUT}),
     "shifts of the other queries": Mistake(

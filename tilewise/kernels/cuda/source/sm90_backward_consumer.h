@@ -21,6 +21,9 @@ struct Scores {
     static constexpr int AHEAD = QUERIES == 128 ? 8 : QUERIES == 64 ? 4 : 0;
     static constexpr int SOONER = QUERIES == 128 ? 6 : QUERIES > 32 ? 4 : QUERIES / 8;
     float2 shifts[AHEAD + 1];
+    // Of v's columns, by 16: those that wide heads, whose products read the most of shared memory, hold in registers.
+    static constexpr int HELD = !WIDE ? 0 : COLUMNS / 16 < 8 ? COLUMNS / 16 : 8;
+    uint32 v[HELD + 1][4];
     bool is_partial = false;  // the query tile at hand
 
     __device__ __forceinline__ Scores(const Launch& launch, const Shared& shared, int number)
@@ -42,8 +45,14 @@ struct Scores {
     // The same for all lanes, as the compiler knows by this: where operands lie is then reckoned once a warp.
     __device__ __forceinline__ void next_step() { steps = __shfl_sync(~0u, steps + 1, 0); }
 
-    // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys and queries
-    template <int PARTS_DEPTH, bool ADD>
+    __device__ __forceinline__ void hold_v() {
+        const int row = first_row() + lane % 16;
+#pragma unroll
+        for (int k = 0; k < HELD; k++)
+            hw::load_matrices(v[k], shared.v() + (k / 4 * TILE_K + row) * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ row % 8) * 16);
+    }
+    // 2 s = k @ q.T, d_p = v @ d_out.T: of this warpgroup's keys and queries; some columns of v are held
+    template <int PARTS_DEPTH, bool ADD, int HELD>
     __device__ __forceinline__ void multiply_rows(float (&to)[QUERIES / 2], uint32 keys, uint32 queries) const {
         const uint64 a_at = swizzled_128(hw::anew(keys) + first_of_64() * ROW_BYTES, 8 * ROW_BYTES, 16);
         const uint64 b_at = swizzled_128(hw::anew(queries) + first_query() * ROW_BYTES, 8 * ROW_BYTES, 16);
@@ -51,7 +60,8 @@ struct Scores {
         for (int k = 0; k < PARTS_DEPTH / 16; k++) {
             const uint64 a = further(a_at, k / 4 * TILE_K * ROW_BYTES + k % 4 * 32);
             const uint64 b = further(b_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32);
-            if (k == 0) hw::wgmma<QUERIES, ADD>(to, a, b);
+            if (k < HELD) hw::wgmma<QUERIES, true>(to, v[k], b);
+            else if (k == 0) hw::wgmma<QUERIES, ADD>(to, a, b);
             else hw::wgmma<QUERIES, true>(to, a, b);
         }
         hw::wgmma_commit();
@@ -60,13 +70,13 @@ struct Scores {
     __device__ __forceinline__ void begin_s_and_d_p() {
         hw::mbarrier_wait(shared.q_full(q_stage()), steps / Q_STAGES % 2);
         hw::wgmma_fence();
-        multiply_rows<DEPTH, false>(s, shared.k(), shared.q(q_stage()));
+        multiply_rows<DEPTH, false, 0>(s, shared.k(), shared.q(q_stage()));
         is_partial = shared.meeting(q_stage()).kind == PARTIAL;
         if (QUERIES == 64) read_ahead();
         hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);
         if (WIDE) clear_to_delta();
         hw::wgmma_fence();
-        multiply_rows<COLUMNS, WIDE>(d_p, shared.v(), shared.d_out(d_out_stage()));
+        multiply_rows<COLUMNS, WIDE, HELD>(d_p, shared.v(), shared.d_out(d_out_stage()));
     }
     // The numbers of two neighbouring queries.
     __device__ __forceinline__ float2 two_of(uint32 rows, int n) const {
@@ -301,6 +311,7 @@ template <class Kernel> struct Consumer : Kernel {
         clear(this->d_k);
         clear(this->d_v);
         hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);
+        this->hold_v();
         if (visits == 0) {  // none sees these keys
             __syncwarp();  // all lanes know that v is there
             this->arrive(this->shared.v_free());
