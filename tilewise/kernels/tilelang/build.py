@@ -36,6 +36,7 @@ class Build:
     tile: Tile
     stages: int  # tiles that are loaded ahead
     threads: int  # that compute; those that load come on top
+    turns: bool  # warpgroups begin their products one after the other
     raw: bool  # scores stay products of q and k up to the exponent, which then has the scale in it
     has_sinks: bool
     shared_keys: bool  # by several heads of queries
@@ -67,7 +68,7 @@ class Build:
     @property
     def name(self) -> str:
         """Of its library."""
-        digest = hashlib.sha256(f"{sources()}{self!r}".encode()).hexdigest()[:32]
+        digest = hashlib.sha256(f"{sources()}{self!r}{self.depth}{self.columns}".encode()).hexdigest()[:32]
         return f"{self.kernel}-{digest}.so"
 
     def __str__(self) -> str:
@@ -105,6 +106,6 @@ def told_of_call(spec: Attention, shape: Shape) -> dict[str, Any]:
 
 @cache
 def sources() -> str:
-    """The text that kernels are made of: another text is another kernel."""
-    others = (_FOLDER / f"{name}.py" for name in ("ops", "compiler", "choices"))
+    """The text that kernels are made of: another text is another kernel. Of what is chosen, a build knows all."""
+    others = (_FOLDER / f"{name}.py" for name in ("ops", "compiler"))
     return "".join(path.read_text() for path in sorted((*_FOLDER.glob("source/*.py"), *others)))
