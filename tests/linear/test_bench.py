@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from tilewise.bench.gpu.timing import Settings
 from tilewise.cli import main
-from tilewise.linear import bench_gpu, reference
+from tilewise.linear import bench_ahead, bench_gpu, reference
 from tilewise.linear.bench import Row, crossover, growth
 from tilewise.linear.cases import LinearCase
 from tilewise.linear.contract import gradients_to_pull
@@ -108,9 +109,52 @@ def test_a_peer_that_lies_otherwise_is_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench_gpu, "contestants", lambda shape: who)
     monkeypatch.setattr(bench_gpu, "_times", lambda entries, settings: dict(zip(entries, (1.0, 0.1, 3.0), strict=True)))
     monkeypatch.setattr(bench_gpu, "_call_milliseconds", lambda torch, call: call() is not None and 5.0)
-    monkeypatch.setattr(bench_gpu, "_DEVICE", "cpu")
+    monkeypatch.setattr(bench_gpu, "DEVICE", "cpu")
     records = bench_gpu.measured(torch, shape, Settings())
     assert [r["status"] for r in records] == ["ok", "wrong", "ok", "failed"]
     assert [r["forward_ratio"] for r in records] == [3.0, pytest.approx(30.0), None, None]
     assert all(r["forward_call_ms"] == r["backward_call_ms"] == 5.0 for r in records[:3])
     assert "no_such_thing" in records[3]["reason"] and records[3]["backward_ms"] is None
+
+
+def test_what_a_peer_would_try_is_compiled_in_shares() -> None:
+    """Each configuration by one process, of kernels one after the other; what does not compile is left to the peer."""
+
+    class Tuner:
+        arg_names = ("x",)
+
+        def __init__(self, name: str, count: int, done: list[str]) -> None:
+            self.fn, self.name, self.count, self.done = self, name, count, done
+
+        def prune_configs(self, kwargs: dict[str, Any]) -> list[Any]:
+            return [SimpleNamespace(all_kwargs=lambda i=i: {"config": f"{self.name}{i}"}) for i in range(self.count)]
+
+        def warmup(self, *args: Any, grid: Any, config: str) -> None:
+            if config == "b1":
+                raise RuntimeError("too many registers")
+            self.done.append(config)
+
+    done: list[str] = []
+    for mine in range(3):
+        run = bench_ahead._compiling(mine, 3)
+        for tuner in (Tuner("a", 4, done), Tuner("b", 3, done)):
+            run(tuner, 1.0, grid=(1,), warmup=False)
+    assert sorted(done) == ["a0", "a1", "a2", "a3", "b0", "b2"]
+
+
+def test_everyones_kernels_are_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, peer = (bench_gpu.Contestant(lambda q, k, v: q, ours=is_ours) for is_ours in (True, False))
+    monkeypatch.setattr(bench_gpu, "contestants", lambda shape: {"tilewise triton": ours, bench_gpu.PEER: peer})
+    monkeypatch.setattr(bench_gpu, "has_peer", lambda: True)
+    monkeypatch.setattr(bench_ahead.os, "cpu_count", lambda: 2)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(bench_ahead, "_in_a_process", lambda *task: asked.append(task))
+    told: list[str] = []
+    bench_ahead.compile_all(told.append)
+    shares = [("share", 0, 2), ("share", 1, 2)]
+    assert set(asked) == {*(("call", "tilewise triton", shape) for shape in bench_gpu.SHAPES), *shares}
+    assert told[-1] == "compiling everyone's kernels: 6 of 6 processes are done"
+
+
+def test_a_process_that_compiles_may_fail() -> None:
+    bench_ahead._in_a_process("call", "no such contestant", bench_gpu.Shape(1, 8, 1, 8))

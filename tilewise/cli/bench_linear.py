@@ -8,6 +8,7 @@ from typing import Any
 
 from tilewise.cli import UserError
 from tilewise.cli.bench_options import check_gpu, several, whole
+from tilewise.cli.terminal import progress
 
 
 def run(args: argparse.Namespace) -> int:
@@ -24,7 +25,8 @@ def _on_gpu() -> dict[str, Any]:
     check_gpu("--device cuda")
     from tilewise.linear import bench_gpu
 
-    found = bench_gpu.results()
+    found = bench_gpu.results(progress=progress)
+    progress()
     print(bench_gpu.text(found))
     return found
 
