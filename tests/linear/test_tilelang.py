@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.linear.cases_on_gpu import AGAIN
 from tests.linear.cases_on_gpu import CASES as ON_GPU
 from tilewise import arrays
 from tilewise.contract import check_results, on_host
@@ -103,7 +104,6 @@ def test_case_on_a_gpu(torch: Any, case: LinearCase) -> None:
 
 @pytest.mark.gpu
 def test_the_same_bits_again(torch: Any) -> None:
-    case = LinearCase("any", 2, 8, 4, n=2000, d=64, d_v=64, dtype="bfloat16", decay="token")
-    first, second = _results(case), _results(case)
+    first, second = _results(AGAIN), _results(AGAIN)
     for name, x in first.items():
         assert torch.equal(x, second[name]), name
