@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from tilewise.generations import GENERATIONS
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.schedule import itemsize
 from tilewise.spec import Attention, Shape, Tile
 
 # Bytes of shared memory that a block may take, by architecture; of others the least is taken for granted.
-SHARED_MEMORY = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90a": 227 << 10}
+SHARED_MEMORY = {arch: found.block for arch, found in GENERATIONS.items()} | {"sm_90a": GENERATIONS["sm_90"].block}
 LEAST_SHARED_MEMORY = 99 << 10
 _RESERVED = 1 << 10  # for barriers
 _WARPGROUP = 128  # threads, which multiply 64 rows at a time
