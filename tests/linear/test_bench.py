@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tilewise.bench import machine
 from tilewise.bench.gpu.timing import Settings
+from tilewise.bench.stamp import stamp
 from tilewise.cli import main
 from tilewise.linear import bench_ahead, bench_gpu, reference
 from tilewise.linear.bench import Row, crossover, growth
@@ -45,6 +47,36 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options.split(), str(file)]) == 0
     assert "time grows as n^" in capsys.readouterr().out
     assert [record["n"] for record in json.loads(file.read_text())["records"]] == [32, 64]
+
+
+def test_files_in_a_folder_and_what_was_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    options = "bench --linear --n 32,64 --d 8 --heads 1 --repeat 1 --kernel numpy --json"
+    assert main([*options.split(), str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert (tmp_path / "linear.json").exists()
+    assert main(["bench", "--linear", "--from", str(tmp_path), "--plot", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == told.splitlines()[:-1]
+    assert (tmp_path / "linear.png").read_bytes().startswith(b"\x89PNG")
+    gpu = {**_gpu_results(LINEAR_GPU), **stamp(machine.describe())}
+    (tmp_path / "gpu.json").write_text(json.dumps(gpu))
+    picture = tmp_path / "gpu.png"
+    assert main(["bench", "--linear", "--from", str(tmp_path / "gpu.json"), "--plot", str(picture)]) == 0
+    assert "flash-linear-attention" in capsys.readouterr().out and picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--from nowhere.json", "--from: cannot read 'nowhere.json'"),
+        (f"--from {EXAMPLE}", "is not JSON"),
+        ("--plot picture.pdf", "--plot: expected a file ending in .png"),
+        ("--json no/such/place.json", "--json: there is no folder"),
+    ],
+)
+def test_command_refuses_other_files(options: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--linear", *options.split()]) != 0
+    assert told in capsys.readouterr().err
 
 
 def test_command_refuses_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
