@@ -19,22 +19,22 @@ def draw(found: Results, path: Path) -> None:
 
 
 def _on_cpu(found: Results) -> Any:
-    figure = parts.new_figure(7.5, 4.6)
+    figure = parts.new_figure(8.5, 4.8)
     axes = figure.subplots(1, 1, squeeze=False)
     axis, rows = axes[0, 0], found["records"]
     n = [row["n"] for row in rows]
     for name, ours in (("softmax", False), ("linear", True)):
         style = parts.line_style({"contestant": name, "ours": ours}, {"softmax": "#1d4ed8", "linear": "#c2410c"})
-        axis.plot(n, [1e3 * row[name] for row in rows], label=f"{name} attention, causal", **style)
+        axis.plot(n, [1e3 * row[name] for row in rows], label=name, **style)
     if found["crossover"] is not None:
-        axis.axvline(found["crossover"], label=f"measured: from n = {found['crossover']:.0f} on", **_DASHED)
-    axis.axvline(found["expected"], label=f"by multiplications: {found['expected']}", **{**_DASHED, "linestyle": ":"})
+        axis.axvline(found["crossover"], label=f"equal, measured: {found['crossover']:.0f}", **_DASHED)
+    axis.axvline(found["expected"], label=f"equal, counted: {found['expected']}", **{**_DASHED, "linestyle": ":"})
     axis.set_yscale("log")
     axis.set_xlabel("n (queries = keys)")
     axis.set_ylabel("milliseconds of a call (lower is better)")
     parts.log_ticks(axis, n)
     parts.footer(figure, found, f"float32, {found['heads']} heads, d {found['d']}; medians of turns.")
-    parts.legend(figure, axes, "Linear and softmax attention on the CPU")
+    parts.legend(figure, axes, "Causal linear and softmax attention on the CPU")
     return figure
 
 
