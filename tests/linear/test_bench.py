@@ -16,7 +16,7 @@ from tilewise.bench.gpu.timing import Settings
 from tilewise.bench.stamp import stamp
 from tilewise.cli import main
 from tilewise.linear import bench_ahead, bench_gpu, reference
-from tilewise.linear.bench import Row, crossover, growth
+from tilewise.linear.bench import Row, crossover, growth, results
 from tilewise.linear.cases import LinearCase
 from tilewise.linear.contract import gradients_to_pull
 from tilewise.linear.state import LinearState
@@ -30,7 +30,8 @@ LINEAR_GPU = [
     }
     for n in (64, 128) for who, ms in (("tilewise triton", 1.0), (bench_gpu.PEER, 2.0))
 ]  # fmt: skip
-EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_attention.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "linear_attention.py"
 
 
 def test_crossover_and_growth() -> None:
@@ -63,6 +64,17 @@ def test_files_in_a_folder_and_what_was_stored(tmp_path: Path, capsys: pytest.Ca
     picture = tmp_path / "gpu.png"
     assert main(["bench", "--linear", "--from", str(tmp_path / "gpu.json"), "--plot", str(picture)]) == 0
     assert "flash-linear-attention" in capsys.readouterr().out and picture.exists()
+
+
+def test_the_table_of_the_page_comes_from_the_file(tmp_path: Path) -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    page = ROOT / "docs" / "linear.md"
+    assert "Not measured yet: `tilewise bench --linear --json results/cpu`" in tables["fill"](page, tmp_path)
+    (tmp_path / "cpu").mkdir()
+    found = results([Row(512, 0.002, 0.001), Row(1024, 0.004, 0.008)], 64, 8)
+    (tmp_path / "cpu" / "linear.json").write_text(json.dumps(found))
+    text = tables["fill"](page, tmp_path)
+    assert "| 1024 | 8.00 | 4.00 | 2.00x |" in text and "grows as n^1.00. It is the faster one from n = 724 on" in text
 
 
 @pytest.mark.parametrize(
