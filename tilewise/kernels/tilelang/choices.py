@@ -36,7 +36,8 @@ class Choice:
     turns: bool = False  # of warpgroups, when they begin products
 
 
-# By the columns of a head, up to these. Each warpgroup has 64 rows of the tiles that stay.
+# By the columns of a head, up to these. Each warpgroup has 64 rows of the tiles that stay; those that come by have a
+# multiple of 16, of queries of 32, whose numbers the copy engine leaves at multiples of 128 bytes.
 _CHOICES = {
     Pass.FORWARD: {
         64: Choice(Tile(128, 192), 2), 128: Choice(Tile(128, 160), 2), 256: Choice(Tile(128, 64), 2),
