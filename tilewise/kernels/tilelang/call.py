@@ -12,7 +12,7 @@ import torch
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import S
 from tilewise.kernels.tilelang import library
-from tilewise.kernels.tilelang.build import Build, Variant, told_of, told_of_call, variant_of
+from tilewise.kernels.tilelang.build import MODULES, Build, Variant, told_of, told_of_call, variant_of
 from tilewise.kernels.tilelang.choices import Choice, Pass, chosen
 from tilewise.kernels.tilelang.support import MOST_ARRAYS
 from tilewise.kernels.tilelang.visits import visits_on
@@ -23,10 +23,6 @@ _LOG2_E = np.float32(1.4426950408889634)
 _ROWS = 128  # numbers of rows are kept in so many, or a multiple, so that the copy engine finds them aligned
 _ALIGNED = 16  # bytes, as it takes rows
 
-MODULES = {
-    "simple": "simple", "forward": "forward", "rows": "backward", "d_query": "backward", "d_keys": "backward",
-    **dict.fromkeys(("of_rows", "of_columns", "of_pairs", "of_distances"), "gradients"),
-}  # fmt: skip
 _READERS = {
     "has_sinks": ("forward",), "shared_keys": ("d_keys",), "raw": tuple(MODULES.keys() - {"simple", "rows"}),
     "from_zero": tuple(MODULES.keys() - {"simple", "rows"}),

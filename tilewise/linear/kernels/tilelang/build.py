@@ -78,7 +78,7 @@ class LinearBuild:
     @property
     def name(self) -> str:
         """Of its library."""
-        text = f"{sources()}{_sources()}{self!r}{self.depth}{self.columns}{self.threads}"
+        text = f"{sources('tiles')}{_sources()}{self!r}{self.depth}{self.columns}{self.threads}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return f"linear-{self.kernel}-{digest}.so"
 
