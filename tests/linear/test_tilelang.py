@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tilewise.spec import Shape
 
 ON_C = dispatch.kernel("tilelang-c")
 needs_c = pytest.mark.skipif(ON_C.unavailable() is not None, reason=str(ON_C.unavailable()))
+needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
 needs_nvcc = pytest.mark.skipif(compiler.not_installed("sm_90a") is not None, reason="TileLang or nvcc is missing")
 
 
@@ -69,6 +71,18 @@ def test_every_kernel_compiles(kernel: str, d: int) -> None:
         source = compiler.source(text, build.target)
         assert all(word in source for word in ("tl::wgmma_ss", "tl::tma_load", "warpgroup_reg_dealloc"))
     assert compiler.library(text, build.target).spilled == 0
+
+
+@needs_tilelang
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in ("scan", "row_weights")])
+def test_packed_sequences_with_decay_are_lowered(kernel: str) -> None:
+    """Their numbers of rows are loaded by threads: no asynchronous copy that TileLang cannot wait for."""
+    spec = Linear(FEATURE_MAPS["elu"], lengths=np.array([0, 100, 300]))
+    build = build_of(kernel, spec, Shape(1, 4, 2, 300, 300, 64, 64, dtype="bfloat16"), True, "sm_90a", 64, True)
+    assert build.packed
+    with compiler.as_target(build.target):
+        text = written(kernel)(build, spec)
+    assert "cp_async" not in compiler.source(text, build.target)
 
 
 def _there(x: Any) -> Any:
