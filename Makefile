@@ -89,6 +89,8 @@ pictures: $(VENV)/.test
 	-$(BIN)/python -m docs.screenshot
 	$(BIN)/tilewise bench --cpu --from results/cpu --plot results/cpu >/dev/null
 	$(BIN)/tilewise bench --gpu --from results/gpu --plot results/gpu >/dev/null
+	$(BIN)/tilewise bench --linear --from results/cpu --plot results/cpu >/dev/null
+	-$(BIN)/tilewise bench --linear --from results/gpu --plot results/gpu >/dev/null
 	$(BIN)/python tests/train_gpu.py results/gpu/training.json --plot results/gpu/training.png --draw
 	$(BIN)/python docs/tables.py
 	$(BIN)/python docs/scaling.py

@@ -24,12 +24,13 @@ from tilewise.bench import report, suite, targets
 from tilewise.bench.gpu import report as gpu_report
 from tilewise.bench.gpu import suite as gpu_suite
 from tilewise.bench.gpu import targets as gpu_targets
+from tilewise.linear import bench as linear
 from tilewise.linear import bench_gpu as linear_gpu
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
-MEASURED = (ROOT / "README.md", ROOT / "docs" / "performance.md")  # pages that quote results
-PAGES = (*MEASURED, ROOT / "docs" / "support.md")
+MEASURED = (ROOT / "README.md", ROOT / "docs" / "performance.md")  # pages that quote the suites' results
+PAGES = (*MEASURED, ROOT / "docs" / "linear.md", ROOT / "docs" / "support.md")
 
 _MARKS = {True: "✓", False: "✗", None: ""}
 Record = dict[str, Any]
@@ -159,8 +160,8 @@ def _conditions(results: Results, reading: bool = True) -> str:
 
 def gpu_target_table(results: Path, page: Path) -> str:
     found = _sections(results, "gpu")
-    linear = _linear(results)
-    checks = [*gpu_targets.checks(found), *(() if linear is None else linear_gpu.checks(linear))]
+    of_linear = _linear(results, "gpu", linear_gpu.SCHEMA)
+    checks = [*gpu_targets.checks(found), *(() if of_linear is None else linear_gpu.checks(of_linear))]
     if not checks or not found:
         return _unmeasured("gpu", "")
     about = f"Ratios are our speed over the peer's. {gpu_report.conditions(next(iter(found.values())))}"
@@ -179,14 +180,27 @@ def gpu_section_table(name: str) -> Callable[[Path, Path], str]:
     return made
 
 
-def _linear(results: Path) -> Results | None:
-    path = results / "gpu" / "linear.json"
+# -- linear attention -------------------------------------------------------------------------------------------------
+
+
+def _linear(results: Path, of: str, schema: str) -> Results | None:
+    path = results / of / "linear.json"
     found: Results | None = json.loads(path.read_text()) if path.exists() else None
-    return found if found and found["schema"] == linear_gpu.SCHEMA else None
+    return found if found and found["schema"] == schema else None
+
+
+def linear_table(results: Path, page: Path) -> str:
+    found = _linear(results, "cpu", linear.SCHEMA)
+    if found is None:
+        return "Not measured yet: `tilewise bench --linear --json results/cpu` does it."
+    m = found["machine"]
+    where = f"{m['cores']} cores of an {m['cpu']}, {found['date'][:10]}"
+    about = f"From `results/cpu/linear.json`: float32, {found['heads']} heads, d {found['d']}, {where}."
+    return f"{table(*linear.table_of(found))}\n\n{linear.conclusion(found)}\n\n{about}"
 
 
 def gpu_linear_table(results: Path, page: Path) -> str:
-    found = _linear(results)
+    found = _linear(results, "gpu", linear_gpu.SCHEMA)
     if found is None:
         return "Not measured yet: `tilewise bench --linear --device cuda --json results/gpu` does it."
     about = f"From `results/gpu/linear.json`, {found['date'][:10]}. {linear_gpu.notes(found)}"
@@ -244,9 +258,12 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "cpu-forward-picture": picture("cpu", "forward", "Forward: GFLOP/s beside the peak"),
     "cpu-decode-picture": picture("cpu", "decode", "Decoding: GB/s beside plain reads"),
     "cpu-scaling-picture": picture("cpu", "scaling", "Window and memory against n"),
+    "cpu-linear": linear_table,
+    "cpu-linear-picture": picture("cpu", "linear", "Milliseconds against n"),
     "gpu-targets": gpu_target_table,
     **{f"gpu-{name}": gpu_section_table(name) for name in gpu_suite.SECTIONS},
     "gpu-linear": gpu_linear_table,
+    "gpu-linear-picture": picture("gpu", "linear", "Linear attention: GB/s beside the peer and a copy"),
     "gpu-forward-picture": picture("gpu", "forward", "Forward: TFLOP/s beside the peers"),
     "gpu-stress-picture": picture("gpu", "stress", "Hard inputs: TFLOP/s beside the peers"),
     "gpu-variants-picture": picture("gpu", "variants", "Variants: TFLOP/s beside the peers"),

@@ -180,6 +180,20 @@ def test_plan_of_a_large_grid_shows_blocks_of_tiles(capsys: pytest.CaptureFixtur
     assert "(a cell is 13 x 13 tiles)" in out
 
 
+def test_plan_of_shared_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """64 rows of q and two pairs of 64 rows of k and v, of 64 numbers of two bytes each."""
+    _, out, _ = _run(capsys, "plan", "--arch", "sm_80", "--block", "64", "--json")
+    assert json.loads(out) == [{
+        "arch": "sm_80", "limit": 163 << 10, "tile": "64x64", "q": 8 << 10, "pair": 16 << 10,
+        "stages": 9, "bytes": 40 << 10, "blocks": 4,
+    }]  # fmt: skip
+    _, out, _ = _run(capsys, "plan", "--arch", "sm_90a", "--d", "256")
+    assert "a block may take 227 KiB" in out and "128x256" in out
+    _, out, _ = _run(capsys, "plan", "--arch", "all", "--d", "128", "--dtype", "float32")
+    rows = {line.split(",")[0]: line.split()[-4:] for line in out.splitlines() if line.startswith("sm_")}
+    assert rows["sm_75"] == ["-", "-", "-", "-"] and rows["sm_80"] == ["2", "1", "-", "-"]
+
+
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = _run(capsys, "plan", "--mask", "causal()", "--n", "256", "--block", "64x128", "--json")
     numbers = json.loads(out)
@@ -202,6 +216,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["plan", "--block", "0"], "--block: expected a size such as 128 or 64x128, got '0'"),
         (["plan", "--block", "1x2x3"], "--block"),
+        (["plan", "--arch", "sm_12"], "--arch: expected one of sm_75, sm_80"),
         (["plan", "--n", "-1"], "--n: expected at least 0, got -1"),
         (["plan", "--heads", "6", "--heads-k", "4"], "--heads-k: expected a divisor of --heads 6, got 4"),
         (["plan", "--n", "1000000", "--block", "1"], "--block: 1 x 1 makes 1000000 x 1000000 tiles"),

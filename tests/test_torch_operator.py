@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
@@ -172,6 +173,22 @@ def test_a_second_derivative_is_refused() -> None:
         first.sum().backward()
     with pytest.raises(NotImplementedError, match="first derivatives alone"):
         torch.func.grad(lambda x: torch.func.grad(lambda y: tw.attention(y, k, v).sum())(x).sum())(q.detach())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what it imports for it
+def test_forward_mode_is_refused_and_not_dropped() -> None:
+    """The derivative of an operator's result would be 0 otherwise, whatever is a derivative's own: q, or a bias."""
+    q, bias = torch.randn(1, 2, 4, 3), torch.randn(4, 4)
+    tw.attention(q, q, q, score=tw.bias(bias))  # a call like the next ones
+    with forward_ad.dual_level():
+        tw.attention(q, q, q, score=tw.bias(bias))  # without one
+        for of_q, of_bias in ((torch.ones_like(q), None), (None, torch.ones_like(bias))):
+            x = q if of_q is None else forward_ad.make_dual(q, of_q)
+            y = bias if of_bias is None else forward_ad.make_dual(bias, of_bias)
+            with pytest.raises(tw.Unsupported, match="forward mode"):
+                tw.attention(x, q, q, score=tw.bias(y))
+    with pytest.raises(tw.Unsupported, match="forward mode"):
+        torch.func.jvp(lambda x: tw.attention(x, q, q), (q,), (q,))
 
 
 # -- the same numbers -------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ LONG = [
     LinearCase("long, packed, gates", lengths=(0, 700, 1501), d=128, d_v=128, dtype="bfloat16", decay="token"),
     LinearCase("not normalized", n=700, d=128, d_v=128, dtype="bfloat16", normalize=False, feature_map="identity"),
 ]
+AGAIN = LinearCase("any", 2, 8, 4, n=2000, d=64, d_v=64, dtype="bfloat16", decay="token")  # for the same bits
 NAMES = ("all of a sequence", "squared relu", "exp", "an expression", "gates, grouped heads", "packed", "nothing")
 CASES = [
     *(replace(case, dtype="bfloat16") for case in SHARED if case.name in NAMES),
     *(case for case in SHARED if case.dtype == "bfloat16"),
     *LONG,
+    AGAIN,
 ]

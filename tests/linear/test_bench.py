@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tilewise.bench import machine
 from tilewise.bench.gpu.timing import Settings
+from tilewise.bench.stamp import stamp
 from tilewise.cli import main
-from tilewise.linear import bench_gpu, reference
-from tilewise.linear.bench import Row, crossover, growth
+from tilewise.linear import bench_ahead, bench_gpu, reference
+from tilewise.linear.bench import Row, crossover, growth, results
 from tilewise.linear.cases import LinearCase
 from tilewise.linear.contract import gradients_to_pull
 from tilewise.linear.state import LinearState
@@ -27,7 +30,8 @@ LINEAR_GPU = [
     }
     for n in (64, 128) for who, ms in (("tilewise triton", 1.0), (bench_gpu.PEER, 2.0))
 ]  # fmt: skip
-EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_attention.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "linear_attention.py"
 
 
 def test_crossover_and_growth() -> None:
@@ -44,6 +48,47 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*options.split(), str(file)]) == 0
     assert "time grows as n^" in capsys.readouterr().out
     assert [record["n"] for record in json.loads(file.read_text())["records"]] == [32, 64]
+
+
+def test_files_in_a_folder_and_what_was_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    options = "bench --linear --n 32,64 --d 8 --heads 1 --repeat 1 --kernel numpy --json"
+    assert main([*options.split(), str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert (tmp_path / "linear.json").exists()
+    assert main(["bench", "--linear", "--from", str(tmp_path), "--plot", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == told.splitlines()[:-1]
+    assert (tmp_path / "linear.png").read_bytes().startswith(b"\x89PNG")
+    gpu = {**_gpu_results(LINEAR_GPU), **stamp(machine.describe())}
+    (tmp_path / "gpu.json").write_text(json.dumps(gpu))
+    picture = tmp_path / "gpu.png"
+    assert main(["bench", "--linear", "--from", str(tmp_path / "gpu.json"), "--plot", str(picture)]) == 0
+    assert "flash-linear-attention" in capsys.readouterr().out and picture.exists()
+
+
+def test_the_table_of_the_page_comes_from_the_file(tmp_path: Path) -> None:
+    tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    page = ROOT / "docs" / "linear.md"
+    assert "Not measured yet: `tilewise bench --linear --json results/cpu`" in tables["fill"](page, tmp_path)
+    (tmp_path / "cpu").mkdir()
+    found = results([Row(512, 0.002, 0.001), Row(1024, 0.004, 0.008)], 64, 8)
+    (tmp_path / "cpu" / "linear.json").write_text(json.dumps(found))
+    text = tables["fill"](page, tmp_path)
+    assert "| 1024 | 8.00 | 4.00 | 2.00x |" in text and "grows as n^1.00. It is the faster one from n = 724 on" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--from nowhere.json", "--from: cannot read 'nowhere.json'"),
+        (f"--from {EXAMPLE}", "is not JSON"),
+        ("--plot picture.pdf", "--plot: expected a file ending in .png"),
+        ("--json no/such/place.json", "--json: there is no folder"),
+    ],
+)
+def test_command_refuses_other_files(options: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--linear", *options.split()]) != 0
+    assert told in capsys.readouterr().err
 
 
 def test_command_refuses_other_kernels(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,9 +153,52 @@ def test_a_peer_that_lies_otherwise_is_measured(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(bench_gpu, "contestants", lambda shape: who)
     monkeypatch.setattr(bench_gpu, "_times", lambda entries, settings: dict(zip(entries, (1.0, 0.1, 3.0), strict=True)))
     monkeypatch.setattr(bench_gpu, "_call_milliseconds", lambda torch, call: call() is not None and 5.0)
-    monkeypatch.setattr(bench_gpu, "_DEVICE", "cpu")
+    monkeypatch.setattr(bench_gpu, "DEVICE", "cpu")
     records = bench_gpu.measured(torch, shape, Settings())
     assert [r["status"] for r in records] == ["ok", "wrong", "ok", "failed"]
     assert [r["forward_ratio"] for r in records] == [3.0, pytest.approx(30.0), None, None]
     assert all(r["forward_call_ms"] == r["backward_call_ms"] == 5.0 for r in records[:3])
     assert "no_such_thing" in records[3]["reason"] and records[3]["backward_ms"] is None
+
+
+def test_what_a_peer_would_try_is_compiled_in_shares() -> None:
+    """Each configuration by one process, of kernels one after the other; what does not compile is left to the peer."""
+
+    class Tuner:
+        arg_names = ("x",)
+
+        def __init__(self, name: str, count: int, done: list[str]) -> None:
+            self.fn, self.name, self.count, self.done = self, name, count, done
+
+        def prune_configs(self, kwargs: dict[str, Any]) -> list[Any]:
+            return [SimpleNamespace(all_kwargs=lambda i=i: {"config": f"{self.name}{i}"}) for i in range(self.count)]
+
+        def warmup(self, *args: Any, grid: Any, config: str) -> None:
+            if config == "b1":
+                raise RuntimeError("too many registers")
+            self.done.append(config)
+
+    done: list[str] = []
+    for mine in range(3):
+        run = bench_ahead._compiling(mine, 3)
+        for tuner in (Tuner("a", 4, done), Tuner("b", 3, done)):
+            run(tuner, 1.0, grid=(1,), warmup=False)
+    assert sorted(done) == ["a0", "a1", "a2", "a3", "b0", "b2"]
+
+
+def test_everyones_kernels_are_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, peer = (bench_gpu.Contestant(lambda q, k, v: q, ours=is_ours) for is_ours in (True, False))
+    monkeypatch.setattr(bench_gpu, "contestants", lambda shape: {"tilewise triton": ours, bench_gpu.PEER: peer})
+    monkeypatch.setattr(bench_gpu, "has_peer", lambda: True)
+    monkeypatch.setattr(bench_ahead.os, "cpu_count", lambda: 2)
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(bench_ahead, "_in_a_process", lambda *task: asked.append(task))
+    told: list[str] = []
+    bench_ahead.compile_all(told.append)
+    shares = [("share", 0, 2), ("share", 1, 2)]
+    assert set(asked) == {*(("call", "tilewise triton", shape) for shape in bench_gpu.SHAPES), *shares}
+    assert told[-1] == "compiling everyone's kernels: 6 of 6 processes are done"
+
+
+def test_a_process_that_compiles_may_fail() -> None:
+    bench_ahead._in_a_process("call", "no such contestant", bench_gpu.Shape(1, 8, 1, 8))

@@ -9,6 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.autograd import forward_ad  # noqa: E402
+
 import tilewise as tw  # noqa: E402
 from tilewise.linear import contract  # noqa: E402
 from tilewise.linear.cases import CASES, LinearCase  # noqa: E402
@@ -76,6 +78,16 @@ def test_second_derivatives_are_refused() -> None:
     (d_x,) = torch.autograd.grad(tw.linear_attention(x, x, x).sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="first derivatives alone"):
         d_x.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what it imports for it
+def test_forward_mode_is_refused_and_not_dropped() -> None:
+    x, gates = torch.randn(1, 2, 5, 4), torch.full((2,), -0.1)
+    with forward_ad.dual_level():
+        tw.linear_attention(x, x, x, decay=gates)
+        for given in ({"q": forward_ad.make_dual(x, x)}, {"decay": forward_ad.make_dual(gates, gates)}):
+            with pytest.raises(tw.Unsupported, match="forward mode"):
+                tw.linear_attention(**{"q": x, "k": x, "v": x, "decay": gates, **given})
 
 
 def test_errors_come_through() -> None:

@@ -26,6 +26,7 @@ from tilewise.cases import conformance
 from tilewise.kernels.tilelang import call, compiler, launch, library, support
 from tilewise.linear.cases import LinearCase
 from tilewise.linear.kernels import tilelang as linear
+from tilewise.linear.kernels.operands import tensors_of
 from tilewise.linear.kernels.tilelang import launch as linear_launch
 from tilewise.linear.kernels.tilelang.build import written as linear_written
 from tilewise.spec import Partial, Tile
@@ -99,7 +100,7 @@ def _backward(made: Call, operands: list[torch.Tensor], tile: Tile | None, targe
 
 
 def _linear(case: LinearCase, target: str) -> None:
-    problem = linear._tensors(case.problem())
+    problem = tensors_of(case.problem(), linear._rows)
     if linear.refused(problem.shape) is None:
         done = linear_launch.forward(problem, None, target)
         linear_launch.backward(problem, done, torch.zeros_like(done.out), None, None, target)

@@ -20,6 +20,7 @@ from tilewise.kernels.reads import reads
 from tilewise.kernels.tilelang import compiler
 from tilewise.kernels.tilelang.build import Build, Variant, variant_of
 from tilewise.kernels.tilelang.choices import Pass, chosen
+from tilewise.spec import Tile
 
 needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
 needs_nvcc = pytest.mark.skipif(compiler.not_installed("sm_90a") is not None, reason="TileLang or nvcc is missing")
@@ -47,7 +48,8 @@ class Asked(NamedTuple):
     aligned: bool = True
     arch: str = "sm_90a"
 
-    def text(self) -> tuple[Build, Any]:
+    def text(self, **others: Any) -> tuple[Build, Any]:
+        """others: fields of the build that are set in place of what is chosen."""
         from tilewise.kernels.tilelang.call import build_of, written
 
         dtype = BFLOAT16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
@@ -56,9 +58,9 @@ class Asked(NamedTuple):
         shape = replace(call.shape, backward=self.kernel not in ("forward", "simple"))
         kind = PASSES.get(self.kernel, Pass.D_KEYS if self.kernel == "d_keys" else Pass.ARRAYS)
         variant = self._with_derivatives(call.spec)
-        choice = chosen(kind, shape, self.arch)
+        choice = chosen(kind, call.spec, shape, self.arch, Tile(128, 128) if self.packed else None, self.aligned)
         build = build_of(self.kernel, call.spec, shape, self.arch, choice, variant, self.aligned)
-        build = replace(build, packed=self.packed, from_zero=not self.packed)
+        build = replace(build, packed=self.packed, from_zero=not self.packed, **others)
         with compiler.as_target(self.arch):
             return build, written(self.kernel)(build, variant)
 
@@ -84,6 +86,17 @@ def test_hoppers_engines_are_used(asked: Asked) -> None:
     assert "cudaGridDependencySynchronize" in text, "what the kernel before writes may not be there yet"
 
 
+@needs_tilelang
+@pytest.mark.parametrize("asked", [Asked("forward"), Asked("d_query"), Asked("d_keys")])
+def test_warpgroups_take_turns_when_they_compute(asked: Asked) -> None:
+    """Each waits for the one before and lets the next go on, once a tile; those that load have no part in it."""
+    _, kernel = asked.text(turns=True)
+    loads, computes = compiler.source(kernel, asked.arch).split("warpgroup_reg_alloc")
+    waits, goes_on = ("tl::__sync_thread_partial(((((int)threadIdx.x) >> 7) + 7), 256)", "tl::__named_barrier_arrive")
+    assert (computes.count(waits), computes.count(goes_on)) == (1, 1)
+    assert (loads.count("__sync_thread_partial"), loads.count(goes_on)) == (0, 0)
+
+
 @needs_nvcc
 def test_nothing_spills_and_the_library_tells_its_arguments(tmp_path: Path) -> None:
     build, kernel = Asked("forward").text()
@@ -97,6 +110,7 @@ def test_nothing_spills_and_the_library_tells_its_arguments(tmp_path: Path) -> N
 
 # Bytes that do not fit registers, where some are known not to: d_keys has sums of both d_k and d_v.
 SPILLS = {
+    Asked("forward", "bias"): 16,
     Asked("d_keys", d=256): 4096, Asked("d_keys", aligned=False): 4096, Asked("d_keys", "softcap, alibi"): 512,
     Asked("d_keys", "relative"): 512, Asked("d_keys", "bias"): 512, Asked("of_columns", "bias of keys"): 512,
 }  # fmt: skip

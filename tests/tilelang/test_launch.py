@@ -18,7 +18,7 @@ from tilewise.kernels.tables import tables
 from tilewise.kernels.tilelang import architecture, support
 from tilewise.kernels.tilelang.choices import LEAST_SHARED_MEMORY, SHARED_MEMORY, Pass, chosen, shared_bytes
 from tilewise.schedule import Kind, plan
-from tilewise.spec import Shape, Tile
+from tilewise.spec import Attention, Shape, Tile
 
 _reason = dispatch.kernel("tilelang-c").unavailable()
 needs_tilelang = pytest.mark.skipif(_reason is not None, reason=str(_reason))
@@ -60,6 +60,21 @@ def test_a_first_compilation_is_announced_once(
 @needs_tilelang
 def test_a_row_with_its_weight_on_one_key_has_its_value() -> None:
     _check_heavy_keys("tilelang-c", "float16")
+
+
+@needs_tilelang
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("step", [0.5, 3.0, 40.0, -3.0])
+def test_scores_that_rise_from_tile_to_tile(step: float, dtype: type) -> None:
+    """row_max follows them late: weights may outgrow 1, and are rescaled when they would by too much."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 2, 170, 8)).astype(dtype) for _ in range(3))
+    q[..., 0], k[..., 0] = 1, step * (np.arange(170) // 32)
+    got, lse = tw.attention(q, k, v, scale=1.0, kernel="tilelang-c", return_lse=True)
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    want, want_lse = tw.attention(*wide, scale=1.0, kernel="numpy", return_lse=True)
+    np.testing.assert_allclose(got, want, atol=1e-4 if dtype is np.float32 else 4e-3)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
 
 
 @needs_tilelang
@@ -115,12 +130,35 @@ def test_what_it_cannot_is_told() -> None:
 def test_tiles_fit_shared_memory(arch: str, kind: Pass, d: int) -> None:
     shape = Shape(1, 2, 1, 500, 500, d, d, dtype="bfloat16")
     for wish in (None, Tile(32, 48), Tile(61, 16), Tile(999, 999)):
-        choice = chosen(kind, shape, arch, wish)
-        assert choice.tile.q % 64 == choice.tile.k % 64 == 0
+        choice = chosen(kind, Attention(1.0), shape, arch, wish)
+        assert choice.tile.q % 32 == choice.tile.k % 16 == 0  # one number a row takes 128 bytes of queries at a time
         if arch == "sm_90a" or d <= 64:  # for others `unsupported` tells that there is no room
             assert shared_bytes(choice, kind, shape) <= SHARED_MEMORY.get(arch, LEAST_SHARED_MEMORY)
     assert architecture((9, 0)) == "sm_90a"
     assert architecture((8, 9)) == "sm_89"
+
+
+def test_wide_tiles_are_for_products_that_the_copy_engine_feeds() -> None:
+    """Scores of a variant, and threads that load, take the registers of what would be more keys."""
+    shape = Shape(1, 2, 2, 4096, 4096, 128, 128, dtype="bfloat16")
+    plain, capped = Attention(1.0), Attention(1.0, score=tw.softcap(30.0))
+    wide, narrow = (chosen(Pass.FORWARD, spec, shape, "sm_90a").tile for spec in (plain, capped))
+    assert wide.k > narrow.k == 128
+    assert chosen(Pass.FORWARD, plain, shape, "sm_90a", aligned=False).tile.k == 64
+
+
+def test_what_the_tests_on_a_gpu_take_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from tests.tilelang import prebuild
+    from tilewise.kernels.tilelang.call import Call
+    from tilewise.linear.kernels.tilelang import launch as linear
+
+    for owner, name in ((Call, "launch"), (linear.LinearCall, "launch"), (linear, "blocks_wanted")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # which it replaces
+    monkeypatch.setattr(prebuild, "calls", lambda: [(Case("causal", "grouped", "float16").inputs().call(), (None,))])
+    monkeypatch.setattr(prebuild, "LINEAR_CASES", prebuild.LINEAR_CASES[:1])
+    kernels = {build.name.rsplit("-", 1)[0] for build in prebuild.kernels("sm_90a")}
+    assert {"forward", "simple", "rows", "d_query", "d_keys", "linear-outputs", "linear-d_keys"} <= kernels
 
 
 def test_a_kernel_compiled_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -9,7 +9,7 @@ from tests.cuda.test_ops import EXPRESSIONS, MASKS, SHAPE, check_condition, nump
 from tilewise import dispatch
 from tilewise.arrays import Array
 from tilewise.expr import Expr, H, K, Q, S, load
-from tilewise.kernels.tilelang.build import Build, Variant, told_of
+from tilewise.kernels.tilelang.build import Build, Variant, sources, told_of
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.spec import Attention, Tile
 from tilewise.walking import loads
@@ -27,8 +27,8 @@ def _values(*exprs: Expr) -> tuple[Array, list[Array]]:
 
     variant = Variant({f"value{i}": expr for i, expr in enumerate(exprs)}, loads(*exprs))
     build = Build(
-        "table", C, "float32", 1, 1, Tile(), 0, 1, raw=False, has_sinks=False, shared_keys=False, packed=False,
-        from_zero=False, aligned=True, **told_of(variant),
+        "table", C, "float32", 1, 1, Tile(), 0, 1, turns=False, raw=False, has_sinks=False, shared_keys=False,
+        packed=False, from_zero=False, aligned=True, **told_of(variant),
     )  # fmt: skip
     shape = (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)
     s = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -89,3 +89,11 @@ def test_which_array_is_which_decides() -> None:
     slots = loads(load(a, K), load(b, K))
     one, other = (told_of(Variant({"score": S + load(x, Q) * load(y, K)}, slots)) for x, y in ((a, b), (b, a)))
     assert one != other
+
+
+def test_another_text_is_another_kernel_of_those_that_are_made_of_it() -> None:
+    texts = {name: sources(name) for name in ("forward", "backward", "gradients", "tiles")}
+    assert "def forward(" in texts["forward"] and "def done_with(" in texts["forward"] + texts["tiles"]
+    assert "def d_query(" not in texts["forward"]
+    assert "def d_query(" in texts["gradients"], "which takes a tile's weights from there"
+    assert all("class CompileError" in text and "_OPS: OpTable" in text for text in texts.values())

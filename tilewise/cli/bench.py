@@ -114,11 +114,11 @@ def run(args: argparse.Namespace) -> int:
         from tilewise.cli import bench_parallel
 
         return bench_parallel.run(args)
-    _check_targets(args)
     if args.linear:
         from tilewise.cli import bench_linear
 
         return bench_linear.run(args)
+    _check_targets(args)
     from tilewise.bench import table
     from tilewise.bench.run import SCHEMA
 

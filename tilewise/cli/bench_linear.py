@@ -3,29 +3,70 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
 from tilewise.cli import UserError
-from tilewise.cli.bench_options import check_gpu, several, whole
+from tilewise.cli.bench_options import check_gpu, check_matplotlib, check_writable, several, whole
+from tilewise.cli.terminal import progress
+
+_NAME = "linear"  # of its files, where a folder is given
 
 
 def run(args: argparse.Namespace) -> int:
-    found = _on_gpu() if args.device == "cuda" else _on_cpu(args)
-    if args.json is not None:
+    from tilewise.linear import bench, bench_gpu
+
+    json_to, picture = _target("--json", args.json, ".json"), _target("--plot", args.plot, ".png")
+    if picture is not None:
+        check_matplotlib()
+    if args.source is not None:
+        found = _stored(Path(args.source), (bench.SCHEMA, bench_gpu.SCHEMA))
+    else:
+        found = _on_gpu() if args.device == "cuda" else _on_cpu(args)
+    print((bench_gpu if found["schema"] == bench_gpu.SCHEMA else bench).text(found))
+    if json_to is not None:
         from tilewise.cli.bench import write
 
-        path = Path(args.json)
-        write(found, path / "linear.json" if path.is_dir() else path)
+        write(found, json_to)
+    if picture is not None:
+        from tilewise.linear import bench_plot
+
+        bench_plot.draw(found, picture)
+        print(f"wrote {picture}")
     return 0
+
+
+def _target(option: str, given: str | None, suffix: str) -> Path | None:
+    """A file, or a folder, where it has a name of its own."""
+    if given is None:
+        return None
+    check_writable(option, given)
+    path = Path(given)
+    if path.is_dir():
+        return path / f"{_NAME}{suffix}"
+    if suffix == ".png" and path.suffix != suffix:
+        raise UserError(f"{option}: expected a file ending in .png or an existing folder, got {given!r}")
+    return path
+
+
+def _stored(source: Path, schemas: tuple[str, ...]) -> dict[str, Any]:
+    from tilewise.cli.bench import stored
+
+    path = source / f"{_NAME}.json" if source.is_dir() else source
+    try:
+        schema = json.loads(path.read_text()).get("schema")
+    except (OSError, ValueError, AttributeError):
+        schema = None  # which is told of below
+    return stored(path, schema if schema in schemas else schemas[0])
 
 
 def _on_gpu() -> dict[str, Any]:
     check_gpu("--device cuda")
     from tilewise.linear import bench_gpu
 
-    found = bench_gpu.results()
-    print(bench_gpu.text(found))
+    found = bench_gpu.results(progress=progress)
+    progress()
     return found
 
 
@@ -41,6 +82,4 @@ def _on_cpu(args: argparse.Namespace) -> dict[str, Any]:
         for name, given, default in (("d", args.d, 64), ("heads", args.heads, 8), ("repeat", args.repeat, 7))
     )
     rows = bench.measured(sorted(lengths), d, heads, kernel, repeat)
-    found = bench.results(rows, d, heads)
-    print(bench.text(found))
-    return found
+    return bench.results(rows, d, heads)

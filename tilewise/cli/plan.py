@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewise import schedule
 from tilewise.arrays import FLOAT_DTYPES
-from tilewise.cli import UserError
+from tilewise.cli import UserError, plan_arch
 from tilewise.explanation import describe, describe_plan, tile_map
 from tilewise.schedule import Kind, Plan
 from tilewise.spec import Attention, Shape, Tile
@@ -23,6 +23,8 @@ _EXAMPLES = """examples:
   tilewise plan --mask "(Q - K < 128) | (K < 4)" --n 2048
   tilewise plan --mask "document([0, 0, 0, 1, 1, 1])" --n 6 --block 2
   tilewise plan --score "softcap(30.0) >> alibi(8)" --heads 8 --n 4096
+  tilewise plan --arch all --d 128
+  tilewise plan --arch sm_80 --block 128x64
 
 Expressions know the variables S B H HK Q K NQ NK, the operators + - * / // % < <= > >= == != & | ~ >>,
 abs min max where exp log tanh, lists of numbers as arrays, and the named variants. They are parsed, never run."""
@@ -42,19 +44,25 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--n", type=int, default=1024, help="queries and keys (default: %(default)s)")
     parser.add_argument("--n-q", type=int, metavar="N", help="queries, if not --n")
     parser.add_argument("--n-k", type=int, metavar="N", help="keys, if not --n")
-    parser.add_argument("--block", default="128", metavar="SIZE", help="tile size: 128, or 64x128 (queries x keys)")
+    parser.add_argument("--block", metavar="SIZE", help="tile size: 128, or 64x128 (queries x keys) (default: 128)")
     parser.add_argument("--d", type=int, default=64, help="head dimension (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--heads", type=int, default=1, help="(default: %(default)s)")
     parser.add_argument("--heads-k", type=int, metavar="N", help="key heads, if fewer than --heads")
     parser.add_argument("--dtype", default="bfloat16", choices=FLOAT_DTYPES, help="(default: %(default)s)")
     parser.add_argument("--head", type=int, default=0, metavar="H", help="the head whose map is shown (default: 0)")
+    parser.add_argument(
+        "--arch",
+        help="instead: which tiles fit the shared memory of a GPU such as sm_90 (H100), or of all generations (all)",
+    )
     parser.add_argument("--json", action="store_true", help="the numbers as JSON, without the map")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    shape, tile = _shape(args), tile_of(args.block, "--block")
+    shape, tile = _shape(args), tile_of(args.block or "128", "--block")
+    if args.arch is not None:
+        return plan_arch.run(args.arch, shape, plan_arch.TILES if args.block is None else (tile,), args.json)
     spec = with_expression(Attention(shape.d**-0.5), shape, "mask", args.mask, "--mask")
     spec = with_expression(spec, shape, "score", args.score, "--score")
     plan = schedule.plan(spec, shape, tile)

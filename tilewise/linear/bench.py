@@ -90,15 +90,23 @@ def results(rows: Sequence[Row], d: int, heads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def text(found: dict[str, Any]) -> str:
+def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the rows of a table, for the terminal and for the pages."""
     rows = [Row(**record) for record in found["records"]]
-    table = columns([
-        ("n", "softmax ms", "linear ms", "speed-up"),
-        *((str(r.n), f"{r.softmax * 1e3:.2f}", f"{r.linear * 1e3:.2f}", f"{r.softmax / r.linear:.2f}x") for r in rows),
-    ])  # fmt: skip
+    return ("n", "softmax ms", "linear ms", "speed-up"), [
+        (str(r.n), f"{r.softmax * 1e3:.2f}", f"{r.linear * 1e3:.2f}", f"{r.softmax / r.linear:.2f}x") for r in rows
+    ]
+
+
+def conclusion(found: dict[str, Any]) -> str:
     at = f"from n = {found['crossover']:.0f} on" if found["crossover"] else "at none of these lengths"
-    return "\n".join([
-        f"linear attention beside causal softmax attention, float32, {found['heads']} heads, d {found['d']}", *table,
+    return (
         f"Linear attention's time grows as n^{found['growth']:.2f}. It is the faster one {at}; "
-        f"by multiplications alone it would be from n = {found['expected']} on.",
-    ])  # fmt: skip
+        f"by multiplications alone it would be from n = {found['expected']} on."
+    )
+
+
+def text(found: dict[str, Any]) -> str:
+    head, rows = table_of(found)
+    title = f"linear attention beside causal softmax attention, float32, {found['heads']} heads, d {found['d']}"
+    return "\n".join([title, *columns([head, *rows]), conclusion(found)])

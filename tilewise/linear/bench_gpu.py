@@ -2,6 +2,7 @@
 
 Each time is told twice: the GPU's own (calls in a CUDA graph, or in a row behind a GPU that sleeps meanwhile), and that
 of a call as it comes, the host included. Contestants take turns; outputs and gradients are held against float64's.
+Compiling comes first (bench_ahead.py), and what a contestant chooses for itself is chosen before it is timed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PEER = "flash-linear-attention"
 TARGETS = {"forward": 2.5, "backward": 1.7}  # times the peer's speed: geometric means
 WITHIN = 1e-2  # relative error of all numbers together; bfloat16 alone has 2e-3
 _CHUNK = 256
-_DEVICE = "cuda"
+DEVICE = "cuda"
 Record = dict[str, Any]
 Results = dict[str, Any]
 
@@ -61,17 +62,20 @@ class Contestant(NamedTuple):
         return x.transpose(1, 2) if self.turned else x
 
 
-def results(settings: Settings | None = None) -> Results:
+def results(settings: Settings | None = None, progress: Callable[[str], None] = lambda text: None) -> Results:
     import torch
 
+    from tilewise.linear.bench_ahead import compile_all
+
     settings = settings or Settings()
+    compile_all(progress)
     return {
         "schema": SCHEMA,
         **stamp(machine.describe("cuda")),
         "gpu": torch.cuda.get_device_name(),
         "copy": _copy_rate(torch),
         "peer": _peer_version(),
-        "records": [record for shape in SHAPES for record in measured(torch, shape, settings)],
+        "records": [record for shape in SHAPES for record in measured(torch, shape, settings, progress)],
     }
 
 
@@ -87,9 +91,13 @@ def contestants(shape: Shape) -> dict[str, Contestant]:
         for name in dispatch.SYSTEMS
         if dispatch.reason(name, call) is None
     }
-    if find_spec("fla") is not None:
+    if has_peer():
         found[PEER] = Contestant(_peer, turned=True)
     return found
+
+
+def has_peer() -> bool:
+    return find_spec("fla") is not None
 
 
 def _peer(q: Any, k: Any, v: Any) -> Any:
@@ -97,23 +105,26 @@ def _peer(q: Any, k: Any, v: Any) -> Any:
 
 
 def _peer_version() -> str | None:
-    return None if find_spec("fla") is None else str(getattr(import_module("fla"), "__version__", "unknown"))
+    return None if not has_peer() else str(getattr(import_module("fla"), "__version__", "unknown"))
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def measured(torch: Any, shape: Shape, settings: Settings) -> list[Record]:
+def measured(
+    torch: Any, shape: Shape, settings: Settings, progress: Callable[[str], None] = lambda text: None
+) -> list[Record]:
     """A record for each contestant."""
-    generator = torch.Generator(_DEVICE).manual_seed(0)
+    generator = torch.Generator(DEVICE).manual_seed(0)
     size = (shape.batch, shape.heads, shape.n, shape.d)
-    inputs = [torch.randn(size, device=_DEVICE, dtype=torch.bfloat16, generator=generator) for _ in range(4)]
+    inputs = [torch.randn(size, device=DEVICE, dtype=torch.bfloat16, generator=generator) for _ in range(4)]
     wanted = expected(torch, *(x[-1, -1] for x in inputs))
     records, entries = {}, {}
     for name, contestant in contestants(shape).items():
+        progress(f"{_named(shape)}: {name} is checked, and tunes itself if it does")
         records[name] = {**shape._asdict(), "contestant": name, "ours": contestant.ours, "error": None, "reason": None}
         try:
-            found = _entered(torch, contestant, inputs)
+            found = entered(torch, contestant, inputs)
         except Exception as error:  # a contestant's failure is a result of the benchmark
             records[name] |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
             continue
@@ -122,6 +133,7 @@ def measured(torch: Any, shape: Shape, settings: Settings) -> list[Record]:
     gigabytes = inputs[0].numel() * inputs[0].element_size() / 1e9
     # The least that must be moved: q, k, v and out; and q, k, v, d_out and three gradients.
     for what, least in (("forward", 4 * gigabytes), ("backward", 7 * gigabytes)):
+        progress(f"{_named(shape)}: {what}")
         calls = {name: getattr(entry, what) for name, entry in entries.items()}
         times = _times(calls, settings)
         peer = times.get(PEER) if PEER in records and records[PEER]["status"] == "ok" else None
@@ -136,13 +148,17 @@ def measured(torch: Any, shape: Shape, settings: Settings) -> list[Record]:
     return list(records.values())
 
 
+def _named(shape: Shape) -> str:
+    return ", ".join(f"{name} {size}" for name, size in shape._asdict().items())
+
+
 class _Entered(NamedTuple):
     results: list[Any]  # out, d_q, d_k, d_v, as the inputs lie
     forward: Entry
     backward: Entry
 
 
-def _entered(torch: Any, contestant: Contestant, inputs: list[Any]) -> _Entered:
+def entered(torch: Any, contestant: Contestant, inputs: list[Any]) -> _Entered:
     *operands, d_out = map(contestant.given, inputs)
     leaves = [x.requires_grad_() for x in operands]
     out = contestant.run(*leaves)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tilewise import arrays, dispatch, validate, wire
 from tilewise.pytorch import autograd, operator, repeat
@@ -21,7 +22,7 @@ def attention(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: s
         return trace.attention(q, k, v, lengths, kernel, options)
     q, k, v = autocast(q, k, v)
     given: list[Any] = []
-    key = repeat.key(given, q, k, v, lengths, kernel, **options)
+    key = None if in_forward_mode() else repeat.key(given, q, k, v, lengths, kernel, **options)
     if key is not None:
         variant = options["mask"], options["score"]
         known = repeat.known.found(
@@ -36,11 +37,27 @@ def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, op
     """The call by its operator, on tensors with numbers or on fake ones."""
     q, k, v = autocast(q, k, v)
     call, line, _, tensors = _encoded(q, k, v, lengths, kernel, options)
+    if in_forward_mode():
+        refuse_tangents(call.q, call.k, call.v, call.spec.sinks, *tensors)
     if torch._C._are_functorch_transforms_active():
         out, lse = autograd.Transformed.apply(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
     else:
         out, lse = operator.attention(call.q, call.k, call.v, tensors, call.spec.sinks, line)
     return call.restore(out), call.restore(lse)
+
+
+def in_forward_mode() -> bool:
+    """Whether PyTorch carries derivatives along with numbers (torch.func.jvp, forward_ad.dual_level)."""
+    return bool(forward_ad._current_level >= 0)
+
+
+def refuse_tangents(*given: Any) -> None:
+    """An operator would drop them, and what depends on them would seem to be constant."""
+    if any(arrays.is_torch(x) and forward_ad.unpack_dual(x).tangent is not None for x in given):
+        raise dispatch.Unsupported(
+            "derivatives in forward mode (torch.func.jvp, forward_ad) are not computed; those in reverse mode are: "
+            "backward(), torch.autograd.grad, torch.func.vjp, torch.func.grad"
+        )
 
 
 def _encoded(q: Any, k: Any, v: Any, lengths: Any, kernel: str, options: dict[str, Any]) -> Encoded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,11 @@ from tilewise.kernels.tilelang.compiler import C
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import loads
 
+# Of source/, where each kernel is written down.
+MODULES = {
+    "simple": "simple", "forward": "forward", "rows": "backward", "d_query": "backward", "d_keys": "backward",
+    **dict.fromkeys(("of_rows", "of_columns", "of_pairs", "of_distances"), "gradients"),
+}  # fmt: skip
 _FOLDER = Path(__file__).parent
 
 
@@ -36,6 +42,7 @@ class Build:
     tile: Tile
     stages: int  # tiles that are loaded ahead
     threads: int  # that compute; those that load come on top
+    turns: bool  # warpgroups begin their products one after the other
     raw: bool  # scores stay products of q and k up to the exponent, which then has the scale in it
     has_sinks: bool
     shared_keys: bool  # by several heads of queries
@@ -67,7 +74,8 @@ class Build:
     @property
     def name(self) -> str:
         """Of its library."""
-        digest = hashlib.sha256(f"{sources()}{self!r}".encode()).hexdigest()[:32]
+        text = sources(MODULES.get(self.kernel, "tiles"))
+        digest = hashlib.sha256(f"{text}{self!r}{self.depth}{self.columns}".encode()).hexdigest()[:32]
         return f"{self.kernel}-{digest}.so"
 
     def __str__(self) -> str:
@@ -104,7 +112,14 @@ def told_of_call(spec: Attention, shape: Shape) -> dict[str, Any]:
 
 
 @cache
-def sources() -> str:
-    """The text that kernels are made of: another text is another kernel."""
-    others = (_FOLDER / f"{name}.py" for name in ("ops", "compiler", "choices"))
-    return "".join(path.read_text() for path in sorted((*_FOLDER.glob("source/*.py"), *others)))
+def sources(module: str) -> str:
+    """The text that a module's kernels are made of, with what it imports: another text is another kernel. Of what is
+    chosen, a build knows all."""
+    found, wanted = {}, [module]
+    while wanted:
+        name = wanted.pop()
+        if name not in found:
+            found[name] = (_FOLDER / "source" / f"{name}.py").read_text()
+            wanted += re.findall(r"^from tilewise\.kernels\.tilelang\.source\.(\w+) import", found[name], re.MULTILINE)
+    around = ((_FOLDER / f"{name}.py").read_text() for name in ("ops", "compiler"))
+    return "".join((*(found[name] for name in sorted(found)), *around))

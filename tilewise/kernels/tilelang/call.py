@@ -12,7 +12,7 @@ import torch
 from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import S
 from tilewise.kernels.tilelang import library
-from tilewise.kernels.tilelang.build import Build, Variant, told_of, told_of_call, variant_of
+from tilewise.kernels.tilelang.build import MODULES, Build, Variant, told_of, told_of_call, variant_of
 from tilewise.kernels.tilelang.choices import Choice, Pass, chosen
 from tilewise.kernels.tilelang.support import MOST_ARRAYS
 from tilewise.kernels.tilelang.visits import visits_on
@@ -23,10 +23,6 @@ _LOG2_E = np.float32(1.4426950408889634)
 _ROWS = 128  # numbers of rows are kept in so many, or a multiple, so that the copy engine finds them aligned
 _ALIGNED = 16  # bytes, as it takes rows
 
-MODULES = {
-    "simple": "simple", "forward": "forward", "rows": "backward", "d_query": "backward", "d_keys": "backward",
-    **dict.fromkeys(("of_rows", "of_columns", "of_pairs", "of_distances"), "gradients"),
-}  # fmt: skip
 _READERS = {
     "has_sinks": ("forward",), "shared_keys": ("d_keys",), "raw": tuple(MODULES.keys() - {"simple", "rows"}),
     "from_zero": tuple(MODULES.keys() - {"simple", "rows"}),
@@ -48,8 +44,8 @@ class Call:
         """operands: the arrays whose rows the copy engine may take."""
         self.spec, self.shape, self.target, self.variant = spec, shape, target, variant
         self.device = torch.device(shape.device)
-        self.choice: Choice = chosen(kind, shape, target, tile)
         self.aligned = all(map(suits_copy_engine if spec.lengths is None else lies_by_tokens, operands))
+        self.choice: Choice = chosen(kind, spec, shape, target, tile, self.aligned)
         scale = np.float32(spec.scale)
         self._kept: list[Any] = []
         self._results: list[tuple[Any, Any]] = []
@@ -110,7 +106,7 @@ def builds_of(spec: Attention, shape: Shape, target: str, simple: bool = False) 
     plain, with_slope = variant_of(spec), variant_of(spec, **({} if slope is ONE else {"slope": slope}))
     variants = {"rows": Variant({}, ()), "d_query": with_slope, "d_keys": with_slope}
     return [
-        build_of(name, spec, shape, target, chosen(kind, shape, target), variants.get(name, plain))
+        build_of(name, spec, shape, target, chosen(kind, spec, shape, target), variants.get(name, plain))
         for name, kind in kernels.items()
     ]
 
@@ -122,8 +118,9 @@ def build_of(
     told = told_of_call(spec, shape)
     for name, readers in _READERS.items():  # calls that differ in what a kernel does not look at have the same one
         told[name] = told[name] and kernel in readers
+    turns = choice.turns and aligned and not told["packed"]  # else threads wait for each other before every product
     return Build(
-        kernel, target, tile=choice.tile, stages=choice.stages, threads=choice.threads, aligned=aligned,
+        kernel, target, tile=choice.tile, stages=choice.stages, threads=choice.threads, turns=turns, aligned=aligned,
         **told, **told_of(variant),
     )  # fmt: skip
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from tilewise.generations import GENERATIONS
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.schedule import itemsize
-from tilewise.spec import Shape, Tile
+from tilewise.spec import Attention, Shape, Tile
 
 # Bytes of shared memory that a block may take, by architecture; of others the least is taken for granted.
-SHARED_MEMORY = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90a": 227 << 10}
+SHARED_MEMORY = {arch: found.block for arch, found in GENERATIONS.items()} | {"sm_90a": GENERATIONS["sm_90"].block}
 LEAST_SHARED_MEMORY = 99 << 10
 _RESERVED = 1 << 10  # for barriers
 _WARPGROUP = 128  # threads, which multiply 64 rows at a time
@@ -32,30 +33,47 @@ class Choice:
     tile: Tile
     stages: int
     threads: int = _WARPGROUP
+    turns: bool = False  # of warpgroups, when they begin products
 
 
-# By the columns of a head, up to these. Each warpgroup has 64 rows of the tiles that stay.
+# By the columns of a head, up to these. Each warpgroup has 64 rows of the tiles that stay; those that come by have a
+# multiple of 16, of queries of 32, whose numbers the copy engine leaves at multiples of 128 bytes.
 _CHOICES = {
-    Pass.FORWARD: {128: Choice(Tile(128, 128), 2), 256: Choice(Tile(128, 64), 2)},
+    Pass.FORWARD: {
+        64: Choice(Tile(128, 192), 2), 128: Choice(Tile(128, 160), 2), 256: Choice(Tile(128, 64), 2),
+    },
     Pass.ROWS: {256: Choice(Tile(64, 64), 0)},
     Pass.D_QUERY: {128: Choice(Tile(128, 64), 2), 256: Choice(Tile(64, 64), 1)},
     Pass.D_KEYS: {128: Choice(Tile(64, 128), 2), 256: Choice(Tile(64, 64), 1)},
     Pass.ARRAYS: {256: Choice(Tile(64, 64), 0)},
-}
+}  # fmt: skip
+# Where registers are short: scores are more than products, or threads load rows; these begin anywhere.
+_MOST, _MOST_ANYWHERE = Tile(128, 128), Tile(128, 64)
 _ON_C = Choice(Tile(32, 32), 0)
 
 
-def chosen(kind: Pass, shape: Shape, target: str, wish: Tile | None = None) -> Choice:
-    """In main memory any tile will do; a GPU's are multiples of 64, as tensor cores multiply them."""
+def chosen(
+    kind: Pass, spec: Attention, shape: Shape, target: str, wish: Tile | None = None, aligned: bool = True
+) -> Choice:
+    """In main memory any tile will do; a GPU's are multiples of 64, or as large as the table has them.
+
+    aligned: rows begin at multiples of 16 bytes.
+    """
     if target == C:
         return replace(_ON_C, tile=wish or _ON_C.tile)
     widest = max(padded(shape.d), padded(shape.d_v))
     found = next(choice for most, choice in _CHOICES[kind].items() if widest <= most)
+    if not (spec.raw_scores and spec.lengths is None and aligned):
+        found = _at_most(found, _MOST if aligned else _MOST_ANYWHERE)
     if wish is not None:
-        found = replace(found, tile=Tile(min(_up(wish.q), found.tile.q), min(_up(wish.k), found.tile.k)))
-    found = _fitting(found, kind, shape, SHARED_MEMORY.get(target, LEAST_SHARED_MEMORY) - _RESERVED)
+        found = _at_most(found, Tile(_up(wish.q), _up(wish.k)))
+    found = _fitting(found, kind, shape, _room(target))
     stay = found.tile.k if kind is Pass.D_KEYS else found.tile.q
-    return replace(found, threads=stay // _ROWS * _WARPGROUP)
+    return replace(found, threads=stay // _ROWS * _WARPGROUP, turns=found.turns and stay > _ROWS)
+
+
+def _at_most(choice: Choice, tile: Tile) -> Choice:
+    return replace(choice, tile=Tile(min(choice.tile.q, tile.q), min(choice.tile.k, tile.k)))
 
 
 def padded(columns: int) -> int:
@@ -84,9 +102,13 @@ def _fitting(choice: Choice, kind: Pass, shape: Shape, room: int) -> Choice:
     return choice
 
 
-def has_room(kind: Pass, shape: Shape, target: str) -> bool:
-    room = SHARED_MEMORY.get(target, LEAST_SHARED_MEMORY) - _RESERVED
-    return target == C or shared_bytes(chosen(kind, shape, target), kind, shape) <= room
+def has_room(kind: Pass, spec: Attention, shape: Shape, target: str) -> bool:
+    return target == C or shared_bytes(chosen(kind, spec, shape, target), kind, shape) <= _room(target)
+
+
+def _room(target: str) -> int:
+    """Bytes of shared memory for tiles."""
+    return SHARED_MEMORY.get(target, LEAST_SHARED_MEMORY) - _RESERVED
 
 
 def shared_bytes(choice: Choice, kind: Pass, shape: Shape) -> int:

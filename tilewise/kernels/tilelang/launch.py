@@ -69,11 +69,13 @@ def _of_operands(
 ) -> tuple[Any, Any, Any]:
     """The gradients of q, k and v."""
     q, k, v, d_out, *_ = given.values()
-    d_q, summed = torch.zeros(q.shape, dtype=q.dtype, device=q.device), torch.float32 if shape.group > 1 else q.dtype
-    d_k, d_v = (torch.zeros((*q.shape[:2], *x.shape[2:]), dtype=summed, device=q.device) for x in (k, v))
+    is_empty = 0 in (shape.batch, shape.heads, shape.n_q, shape.n_k)
+    made = torch.zeros if is_empty or spec.lengths is not None else torch.empty  # every row has a tile that stores it
+    d_q, summed = made(q.shape, dtype=q.dtype, device=q.device), torch.float32 if shape.group > 1 else q.dtype
+    d_k, d_v = (made((*q.shape[:2], *x.shape[2:]), dtype=summed, device=q.device) for x in (k, v))
     if spec.lengths is not None:
         d_q, d_k, d_v = map(_by_tokens, (d_q, d_k, d_v))
-    if 0 not in (shape.batch, shape.heads, shape.n_q, shape.n_k):
+    if not is_empty:
         slope = score_slopes(spec)[S]
         variant = variant_of(spec, **({} if slope is ONE else {"slope": slope}))
         for kind, results in ((Pass.D_QUERY, {"d_q": d_q}), (Pass.D_KEYS, {"d_k": d_k, "d_v": d_v})):

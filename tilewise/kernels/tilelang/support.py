@@ -24,7 +24,7 @@ def unsupported(spec: Attention, shape: Shape, target: str) -> str | None:
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
     unknown = reads.unsupported(spec) if shape.backward else gpus.rounds_out(spec, shape)
-    return unknown or _arrays(spec, on_gpu) or _room(shape, target, bool(spec.wanted))
+    return unknown or _arrays(spec, on_gpu) or _room(spec, shape, target)
 
 
 def too_much(spec: Attention, shape: Shape) -> str | None:
@@ -51,8 +51,8 @@ def _arrays(spec: Attention, on_gpu: bool) -> str | None:
     return None
 
 
-def _room(shape: Shape, target: str, wants: bool) -> str | None:
-    kinds = (Pass.D_QUERY, Pass.D_KEYS, *([Pass.ARRAYS] if wants else [])) if shape.backward else (Pass.FORWARD,)
-    if all(has_room(kind, shape, target) for kind in kinds):
+def _room(spec: Attention, shape: Shape, target: str) -> str | None:
+    kinds = (Pass.D_QUERY, Pass.D_KEYS, *([Pass.ARRAYS] if spec.wanted else [])) if shape.backward else (Pass.FORWARD,)
+    if all(has_room(kind, spec, shape, target) for kind in kinds):
         return None
     return f"heads of {shape.d} and {shape.d_v} do not fit the shared memory of {target}; kernel='triton' fits"

@@ -13,7 +13,7 @@ from tilewise.linear.pytorch import operator, repeat
 from tilewise.linear.state import LinearState
 from tilewise.linear.validate import outline
 from tilewise.pytorch import trace
-from tilewise.pytorch.front import autocast
+from tilewise.pytorch.front import autocast, in_forward_mode, refuse_tangents
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
     there may be none."""
     if not arrays.compiling():
         q, k, v = autocast(q, k, v)
-        known = None if keeps_state else repeat.known(q, k, v, kernel, options)
+        known = None if keeps_state or in_forward_mode() else repeat.known(q, k, v, kernel, options)
         if known is not None:
             return known.run(q, k, v), None
         out, *state = _run(q, k, v, kernel, options)
@@ -54,6 +54,8 @@ def _run(q: Any, k: Any, v: Any, kernel: str, options: dict[str, Any]) -> tuple[
         dispatch.resolve(kernel, problem.shape)
     lengths = torch.from_numpy(spec.lengths) if isinstance(spec.lengths, np.ndarray) else spec.lengths
     initial = (None, None, None) if problem.initial is None else tuple(problem.initial)
+    if in_forward_mode():
+        refuse_tangents(problem.q, problem.k, problem.v, problem.decay, *initial)
     transformed = torch._C._are_functorch_transforms_active()
     out, _, *state = (operator.Transformed.apply if transformed else operator.linear_attention)(
         problem.q, problem.k, problem.v, problem.decay, *initial, lengths, operator.encode(spec, kernel)

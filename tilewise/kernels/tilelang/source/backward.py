@@ -22,7 +22,9 @@ from tilewise.kernels.tilelang.source.tiles import (
     Sizes,
     after_kernels_before,
     array,
+    begin_turn,
     done_with,
+    end_turn,
     finite,
     fused,
     load_numbers,
@@ -31,6 +33,7 @@ from tilewise.kernels.tilelang.source.tiles import (
     multiply,
     record_of,
     records_of,
+    share_registers,
     store_rows,
     wait,
 )
@@ -151,6 +154,7 @@ def d_query(build, variant):
             row_shift = fragment([tile_q], "float32")
             row_delta = fragment([tile_q], "float32")
 
+            share_registers(build)
             after_kernels_before(build)
             record = record_of(records, b, h, number)
             hk = T.truncdiv(h, group)
@@ -171,14 +175,18 @@ def d_query(build, variant):
                 row_delta[r] = delta[b, h, row]
             T.fill(acc, 0)
             # for each kv tile of the schedule:
-            for i in T.Pipelined(record(N_VISITS), num_stages=build.stages):
-                visit = visits[first_visit + i]
-                first_key = visit // 2 * tile_k
+            n_visits = record(N_VISITS)
+            for i in T.Pipelined(n_visits, num_stages=build.stages):
+                coming = visits[first_visit + i] // 2 * tile_k
+                load_rows(build, k, k_tile, b, hk, k_begin, coming, n_k)
+                load_rows(build, v, v_tile, b, hk, k_begin, coming, n_k)
                 # 2 s = q @ k.T, d_p = d_out @ v.T
-                load_rows(build, k, k_tile, b, hk, k_begin, first_key, n_k)
-                load_rows(build, v, v_tile, b, hk, k_begin, first_key, n_k)
+                begin_turn(build, i)
                 multiply(build, q_tile, k_tile, s, transpose_B=True, policy=BY_ROWS, clear_accum=True)
                 multiply(build, d_out_tile, v_tile, d_p, transpose_B=True, policy=BY_ROWS, clear_accum=True)
+                end_turn(build)
+                visit = visits[first_visit + i]  # again: who computes reads it behind the products
+                first_key = visit // 2 * tile_k
                 # 3 score, 4 mask, 5 p
                 wait(build, 1)
                 weights(
@@ -254,6 +262,7 @@ def d_keys(build, variant):
             acc_k = fragment([tile_k, depth], "float32")
             acc_v = fragment([tile_k, columns], "float32")
 
+            share_registers(build)
             after_kernels_before(build)
             record = record_of(records, b, h, number)
             hk = T.truncdiv(h, group)
@@ -271,16 +280,20 @@ def d_keys(build, variant):
             T.fill(acc_k, 0)
             T.fill(acc_v, 0)
             # for each q tile of the schedule:
-            for i in T.Pipelined(record(N_VISITS), num_stages=build.stages):
-                visit = visits[first_visit + i]
-                first = visit // 2 * tile_q
+            n_visits = record(N_VISITS)
+            for i in T.Pipelined(n_visits, num_stages=build.stages):
+                coming = visits[first_visit + i] // 2 * tile_q
+                load_rows(build, q, q_tile, b, h, q_begin, coming, n_q)
+                load_rows(build, d_out, d_out_tile, b, h, q_begin, coming, n_q)
+                load_numbers(build, shift, q_shift, b, h, q_begin, coming, n_q)
+                load_numbers(build, delta, q_delta, b, h, q_begin, coming, n_q)
                 # 2 s.T = k @ q.T, d_p.T = v @ d_out.T: keys down and queries across, as the sums want their weights
-                load_rows(build, q, q_tile, b, h, q_begin, first, n_q)
-                load_rows(build, d_out, d_out_tile, b, h, q_begin, first, n_q)
-                load_numbers(build, shift, q_shift, b, h, q_begin, first, n_q)
-                load_numbers(build, delta, q_delta, b, h, q_begin, first, n_q)
+                begin_turn(build, i)
                 multiply(build, k_tile, q_tile, s, transpose_B=True, policy=BY_ROWS, clear_accum=True)
                 multiply(build, v_tile, d_out_tile, d_p, transpose_B=True, policy=BY_ROWS, clear_accum=True)
+                end_turn(build)
+                visit = visits[first_visit + i]  # again: who computes reads it behind the products
+                first = visit // 2 * tile_q
                 # 3 score, 4 mask, 5 p
                 wait(build, 1)
                 weights(

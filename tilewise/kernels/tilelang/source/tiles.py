@@ -20,6 +20,10 @@ FIRST, Q_BEGIN, K_BEGIN, N_Q, N_K, FIRST_VISIT, N_VISITS, BATCH = range(8)
 ORIGIN_Q, ORIGIN_K, TOTAL_Q, TOTAL_K, PACKED_Q, PACKED_K, FIELDS = range(8, 15)
 FULL, PARTIAL = 0, 1
 
+WARPGROUP = 128  # threads
+REGISTERS_TO_LOAD, REGISTERS_OF_THREE = 24, 160  # of each thread
+TURNS = 8  # the first of the barriers for turns; TileLang takes the lower ones for itself
+
 
 class Memory(NamedTuple):
     """Where tiles are, and how loops over them run. In main memory there is one place for all, and one thread."""
@@ -102,7 +106,52 @@ def done_with(build, tile):
     So the tile is used here once more, for nothing.
     """
     if build.on_gpu:
-        T.call_extern("handle", "static_cast<void>", T.address_of(tile[0, 0]))
+        T.call_extern("handle", "static_cast<void>", T.access_ptr(tile[0, 0], "r"))
+
+
+@T.macro
+def share_registers(build):
+    """Three warpgroups that compute have fewer each than TileLang gives to two."""
+    if build.on_gpu and build.threads > 2 * WARPGROUP:
+        T.annotate_producer_reg_dealloc(REGISTERS_TO_LOAD)
+        T.annotate_consumer_reg_alloc(REGISTERS_OF_THREE)
+
+
+@T.macro
+def begin_turn(build, i):
+    """Warpgroups begin their products in turns, if the build has it so.
+
+    Those that begin together end together, and tensor cores have nothing to do while all compute weights.
+    """
+    if build.turns:  # noqa: SIM102, as the kernel has the second alone
+        if (i > 0) | (T.get_thread_binding() >= WARPGROUP):  # nobody is before the first
+            T.call_extern("handle", "tl::__sync_thread_partial", _turn_of(build, 0), 2 * WARPGROUP)
+
+
+@T.macro
+def end_turn(build):
+    if build.turns:
+        T.call_extern("handle", "tl::__named_barrier_arrive", _turn_of(build, 1), 2 * WARPGROUP)
+
+
+def _turn_of(build, later):
+    """The barrier at which this warpgroup, or the one so much later, waits for its turn."""
+    return TURNS + (T.get_thread_binding() // WARPGROUP + later) % (build.threads // WARPGROUP)
+
+
+def any_of_warp(build, flag):
+    """Whether a flag is set for a thread of the warp: a branch that all of it take."""
+    return T.any_sync(flag) if build.on_gpu else flag
+
+
+def by_lanes(build, s):
+    """A tile of scores, with the columns that lie in the same place of each 8: a thread has some of those to itself."""
+    rows, columns = s.shape
+    return T.reshape(s, [rows, columns // lanes(build), lanes(build)])
+
+
+def lanes(build):
+    return 8 if build.on_gpu else 1
 
 
 @T.macro

@@ -78,7 +78,8 @@ class LinearBuild:
     @property
     def name(self) -> str:
         """Of its library."""
-        digest = hashlib.sha256(f"{sources()}{_sources()}{self!r}".encode()).hexdigest()[:32]
+        text = f"{sources('tiles')}{_sources()}{self!r}{self.depth}{self.columns}{self.threads}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return f"linear-{self.kernel}-{digest}.so"
 
     def __str__(self) -> str:

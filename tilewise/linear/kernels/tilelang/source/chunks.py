@@ -99,12 +99,16 @@ def load_weights(build, share, shift, weights, b, h, first, end):
 
 @T.macro
 def load_row_numbers(build, x, tile, b, h, first, end):
-    """One a row. Behind the last row the copy engine finds what is there for it; else it is the last row's."""
+    """One a row. Behind the last row the copy engine finds what is there for it; else it is the last row's.
+
+    That is a choice between two numbers, not between indices: of one number TileLang 0.1.15 would make an asynchronous
+    copy, and then fail to say which copy is to be waited for.
+    """
     if build.on_gpu and not build.packed:
         T.copy(x[b, h, first : first + tile.shape[0]], tile)
     else:
         for r in Memory.of(build).parallel(tile.shape[0]):
-            tile[r] = x[b, h, T.min(first + r, end - 1)]
+            tile[r] = T.if_then_else(first + r < end, x[b, h, first + r], x[b, h, end - 1])
 
 
 def past(build, c_tile, r):

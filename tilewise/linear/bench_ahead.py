@@ -1,0 +1,81 @@
+"""Before linear attention is measured on a GPU: everyone's kernels are compiled, by processes side by side.
+
+Triton compiles one kernel after the other, and a peer that tunes itself tries hundreds of configurations, for minutes.
+What was compiled is found in Triton's cache folder. So each process compiles a share of what the peer would try, and
+the peer then times all of it and chooses, as it always does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from itertools import cycle
+from typing import Any
+
+from tilewise.bench.process import Child
+from tilewise.bench.refusal import RefusedError
+from tilewise.linear import bench_gpu
+
+_PATIENCE = 300.0  # seconds; whatever is not compiled by then is compiled when it is called
+
+
+def compile_all(progress: Callable[[str], None]) -> None:
+    """What fails here fails again when it is measured, and is told there."""
+    tasks = list(_tasks())
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        done = as_completed([pool.submit(_in_a_process, method, *args) for method, *args in tasks])
+        for i, _ in enumerate(done):
+            progress(f"compiling everyone's kernels: {i + 1} of {len(tasks)} processes are done")
+
+
+def _tasks() -> Iterator[tuple[Any, ...]]:
+    for shape in bench_gpu.SHAPES:
+        yield from (("call", name, shape) for name, who in bench_gpu.contestants(shape).items() if who.ours)
+    if bench_gpu.has_peer():
+        number = os.cpu_count() or 1
+        yield from (("share", i, number) for i in range(number))
+
+
+def _in_a_process(method: str, *args: Any) -> None:
+    with suppress(RefusedError), Child(f"{__name__}:Compiler") as child:
+        child.ask(method, *args, timeout=_PATIENCE)
+
+
+class Compiler:
+    """The child's side."""
+
+    def call(self, name: str, shape: bench_gpu.Shape) -> None:
+        """One of ours, forwards and backwards."""
+        _forwards_and_backwards(bench_gpu.contestants(shape)[name], shape)
+
+    def share(self, mine: int, number: int) -> None:
+        """Every so many-th of the configurations that the peer would try; none is launched."""
+        from triton.runtime.autotuner import Autotuner
+
+        Autotuner.run = _compiling(mine, number)
+        for shape in {(shape.heads, shape.d): shape for shape in bench_gpu.SHAPES}.values():
+            _forwards_and_backwards(bench_gpu.contestants(shape)[bench_gpu.PEER], shape)
+
+
+def _forwards_and_backwards(contestant: bench_gpu.Contestant, shape: bench_gpu.Shape) -> None:
+    import torch
+
+    size = (shape.batch, shape.heads, shape.n, shape.d)
+    inputs = [torch.zeros(size, device=bench_gpu.DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    bench_gpu.entered(torch, contestant, inputs)
+
+
+def _compiling(mine: int, number: int) -> Callable[..., None]:
+    """In place of Triton's, which would time each: those of the share are compiled, and nothing is computed."""
+    turns = cycle(range(number))
+
+    def run(self: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> None:
+        self.nargs = dict(zip(self.arg_names, args, strict=False))
+        for config in self.prune_configs(kwargs):
+            if next(turns) == mine:
+                with suppress(Exception):  # Triton would not take it either
+                    self.fn.warmup(*args, **kwargs, **config.all_kwargs())
+
+    return run
