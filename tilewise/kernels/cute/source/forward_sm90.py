@@ -93,7 +93,8 @@ class Room(NamedTuple):
     """How many places there are in shared memory."""
 
     q: int
-    kv: int
+    k: int
+    v: int
     table: int
 
 
@@ -110,17 +111,19 @@ def is_plain(build):
 
 
 def room_of(build, element):
-    """Two places for a table's tiles, if k and v have two nevertheless; and for q, unless it is in registers: the next
-    item's is to be there in time."""
-    size = element.width // 8
-    q_bytes, stage_bytes = build.tile.q * build.depth * size, build.tile.k * (build.depth + build.columns) * size
-    cell_bytes = ELEMENTS[build.table.dtype].width // 8 if build.table else 0
-    table_bytes = build.tile.q * build.tile.k * cell_bytes
-    left = SHARED - AROUND - 2 * stage_bytes
-    tables = 0 if build.table is None else 2 if left >= q_bytes + 2 * table_bytes else 1
-    q_places = 2 if not holds_q(build) and left >= 2 * q_bytes + tables * table_bytes else 1
-    left -= q_places * q_bytes + tables * table_bytes
-    return Room(q_places, min(2 + left // stage_bytes, MOST_STAGES), tables)
+    """Two places for k and v each, and one for all else. If there is more, a second for a table comes first, then a
+    third for k: a place is free at the end of a step, half a step before the other warpgroup wants k in it. Then a
+    second for q, unless it is in registers: the next item's is to be there in time."""
+    size, tile = element.width // 8, build.tile
+    sizes = {"q": tile.q * build.depth * size, "k": tile.k * build.depth * size, "v": tile.k * build.columns * size}
+    sizes["table"] = tile.q * tile.k * ELEMENTS[build.table.dtype].width // 8 if build.table else 0
+    places = {"q": 1, "k": 2, "v": 2, "table": int(build.table is not None)}
+    left = SHARED - AROUND - sum(sizes[name] * places[name] for name in places)
+    for name, is_wanted in {"table": build.table is not None, "k": True, "q": not holds_q(build)}.items():
+        if is_wanted and left >= sizes[name]:
+            places[name], left = places[name] + 1, left - sizes[name]
+    more = left // (sizes["k"] + sizes["v"])
+    return Room(**places | {name: min(places[name] + more, MOST_STAGES) for name in ("k", "v")})
 
 
 @cute.jit
@@ -135,8 +138,8 @@ def launch(
     element, tile = q.element_type, build.tile
     room = room_of(build, element)
     q_tiles = swizzled_tiles(element, tile.q, build.depth, room.q)
-    k_tiles = swizzled_tiles(element, tile.k, build.depth, room.kv)
-    v_tiles = swizzled_tiles(element, tile.k, build.columns, room.kv, transposed=True)
+    k_tiles = swizzled_tiles(element, tile.k, build.depth, room.k)
+    v_tiles = swizzled_tiles(element, tile.k, build.columns, room.v, transposed=True)
     q_map, q_rows = copy_engine(q, q_tiles)
     k_map, k_rows = copy_engine(k, k_tiles)
     v_map, v_rows = copy_engine(v, v_tiles, transposed=True)
