@@ -204,7 +204,7 @@ def attention(
             load(
                 Arrays(q_map, q_rows, q_tile, filling(of_q[0])), Arrays(k_map, k_rows, k_tile, filling(of_k[0])),
                 Arrays(v_map, v_rows, v_tile, filling(of_v[0])), items, reading(of_items[0]), of_begun[0], runs, group,
-                build,
+                build, q_waits=of_q[0].count == 1 and not holds_q(build),
             )  # fmt: skip
         if warp_number == 1:
             order = Order(next_item, section, sections)

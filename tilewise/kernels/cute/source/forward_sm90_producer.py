@@ -22,9 +22,10 @@ class Arrays(NamedTuple):
 
 
 @cute.jit
-def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr):
+def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr, q_waits: cutlass.Constexpr):
     """One warp: tiles come as soon as there is a place for them. A tile's v comes after the next one's k, as consumers
-    need it a step later."""
+    need it a step later. q_waits: its only place is free last of all, when its item's last scores were multiplied; so
+    what is free before comes before."""
     for array in (q, k, v):
         cpasync.prefetch_descriptor(array.map)  # while the first item is made ready
     next_v = cute.make_rmem_tensor((4,), Int32)  # its tile, where its sequence begins, its head and batch index
@@ -33,11 +34,8 @@ def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr
     while n_runs > 0:
         stage = stage_of(item_ring)
         work, b = work_of_item(items, stage, group), items[BATCH, stage]
-        # 1 load q
-        wait_until_free(q.ring)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(begun.first)
-        copy_rows(q, 0, work.q_begin + work.first, work.place.h, b, (build.tile.q, build.depth))
+        if cutlass.const_expr(not q_waits):
+            load_q(q, work, b, begun, build)
         # for each kv tile of the schedule:
         for i in cutlass.range(n_runs, unroll=1):
             first, last, _ = run_of_item(items, stage, runs, n_runs - 1 - i)
@@ -47,10 +45,22 @@ def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr
                 copy_rows(k, tile, work.k_begin, work.place.hk, b, (build.tile.k, build.depth))
                 if next_v[0] >= 0:
                     load_v(v, next_v, build)
+                if cutlass.const_expr(q_waits):
+                    is_first = (i == 0) & (j == 0)
+                    if is_first:
+                        load_q(q, work, b, begun, build)
                 next_v[0], next_v[1], next_v[2], next_v[3] = tile, work.k_begin, work.place.hk, b
         free(item_ring)
         n_runs = wait_for_item(items, item_ring)
     load_v(v, next_v, build)
+
+
+# 1 load q
+def load_q(q, work, b, begun, build):
+    wait_until_free(q.ring)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(begun.first)
+    copy_rows(q, 0, work.q_begin + work.first, work.place.h, b, (build.tile.q, build.depth))
 
 
 def load_v(v, next_v, build):
