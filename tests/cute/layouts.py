@@ -13,6 +13,7 @@ from tilewise.kernels.cute.source.vocabulary import (
     product,
     products_sm90,
     read_cells,
+    row_of_matrices,
     swizzled_tiles,
     table_tiles,
 )
@@ -74,14 +75,14 @@ def in_registers(out: cute.Tensor, again: cutlass.Constexpr):
 
 @cute.jit
 def cells(room: cute.Tensor, out: cute.Tensor, size: cutlass.Constexpr):
-    """room: stages of a table's tiles of that size, as the copy engine left them; out: (stages, rows / 2, 4, numbers),
-    what each thread reads: of 16 rows the first 8, and those 8 below."""
+    """room: stages of a table's tiles of that size, of float32, as the copy engine left them; out: (stages, rows / 2,
+    4, numbers), what each thread reads: of 16 rows the first 8, and those 8 below."""
     rows, columns = size
     tiles = cute.make_tensor(room.iterator, table_tiles(room.element_type, rows, columns, out.shape[0]).outer)
     for stage in cutlass.range(out.shape[0]):
         for i in cutlass.range(out.shape[1]):
             for quarter in cutlass.range(4):
-                read = read_cells(tiles, stage, i // 8 * 16 + i % 8, quarter, out.shape[3])
+                read = read_cells(tiles, stage, i // 8 * 16 + i % 8, quarter)
                 write(out[stage, i, quarter, None], read)
 
 
@@ -92,6 +93,13 @@ def turns(out: cute.Tensor, heads: Int32, section: Int32, sections: Int32):
     for index in cutlass.range(count):
         head, tile = in_turns(index, heads, count // heads, Order(out, section, sections))
         out[index, 0], out[index, 1] = head, tile
+
+
+@cute.jit
+def rows_of_matrices(out: cute.Tensor, width: cutlass.Constexpr):
+    """out: where the row begins that each thread of a warpgroup has of the first matrices of a table's tile."""
+    for thread in cutlass.range(out.shape[0]):
+        out[thread] = row_of_matrices(thread, width)
 
 
 def write(row, numbers):

@@ -64,6 +64,8 @@ def _named() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"packed {d}", lambda d=d: _packed(d, causal=True)
         yield f"bias {d}", lambda d=d: _biased(d, 304, 304)
         yield f"wide bias {d}", lambda d=d: _biased(d, 304, 304, torch.float32)
+        growing = _drawn(3, 2, 200, 504, gain=100.0)  # scores are computed again, cells and all
+        yield f"growing bias {d}", lambda d=d, bias=growing: _dense(d, 200, 504, score=tw.bias(bias))
     yield "sinks", lambda: _dense(128, 200, causal=True, sinks=torch.tensor([0.5, -1.0]))
     yield "long", lambda: _dense(64, 2100, 300)
     yield "long growing", lambda: _dense(64, 2100, 300, gain=8.0)

@@ -103,26 +103,47 @@ def test_a_tile_that_is_computed_again_is_where_it_was(keys: int) -> None:
     assert np.array_equal(first, again) and (first >= 0).all()
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (192, 96), (128, 64)])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_cells_of_a_table(dtype: str, rows: int, columns: int) -> None:
-    """As the copy engine leaves them: parts of 128 or 64 bytes a row, whose chunks of 16 bytes change places."""
+def _as_copied(table: np.ndarray, size: int, width: int) -> np.ndarray:
+    """Tiles, (stages, rows, columns), of numbers of that size as the copy engine leaves them: parts of so many bytes a
+    row, whose chunks of 16 bytes change places."""
+    stages, rows, _ = table.shape
+    parts = table.reshape(stages, rows, -1, width // size).swapaxes(1, 2).reshape(-1)
+    address = np.arange(parts.size) * size
+    left = np.empty_like(parts)
+    left[(address ^ ((address >> 7) % (width // 16) << 4)) // size] = parts
+    return left
+
+
+@pytest.mark.parametrize("columns", [128, 96, 64])
+def test_wide_cells_of_a_table(columns: int) -> None:
     import torch
     from cutlass.cute.runtime import from_dlpack
 
     from tests.cute import layouts
 
-    size = 4 if dtype == "float32" else 2
-    width = 128 if columns * size % 128 == 0 else 64
-    table = np.arange(2 * rows * columns).reshape(2, rows, columns) % 251
-    parts = table.reshape(2, rows, -1, width // size).swapaxes(1, 2).reshape(-1)
-    address = np.arange(parts.size) * size
-    swizzled = address ^ ((address >> 7) % (width // 16) << 4)
-    room = torch.zeros(parts.size + 1024, dtype=getattr(torch, dtype))
-    room = room[-room.data_ptr() % 1024 // size :][: parts.size]
-    room[torch.from_numpy(swizzled // size)] = torch.from_numpy(parts).to(room.dtype)
-    out = np.full((2, rows // 2, 4, columns // 2), -1, np.float32)
-    layouts.cells(from_dlpack(room, assumed_align=16), _from(out), (rows, columns))
-    blocks = table.reshape(2, rows // 16, 2, 8, columns // 8, 4, 2)  # stage, block, half, row, group, quarter, number
+    table = np.arange(2 * 64 * columns).reshape(2, 64, columns) % 251
+    room = torch.zeros(table.size + 1024)
+    room = room[-room.data_ptr() % 1024 // 4 :][: table.size]
+    room[:] = torch.from_numpy(_as_copied(table, 4, 128))
+    out = np.full((2, 32, 4, columns // 2), -1, np.float32)
+    layouts.cells(from_dlpack(room, assumed_align=16), _from(out), (64, columns))
+    blocks = table.reshape(2, 4, 2, 8, columns // 8, 4, 2)  # stage, block, half, row, group, quarter, number
     want = blocks.transpose(0, 1, 3, 5, 4, 2, 6).reshape(out.shape)
     assert np.array_equal(out, want)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(128, 128), (96, 64), (64, 128)])
+def test_cells_of_a_table_are_loaded_by_rows_of_matrices(columns: int, width: int) -> None:
+    """A warp has 16 rows; its lanes tell where the rows of four matrices of 8 x 8 begin, two and two side by side."""
+    from tests.cute import layouts
+
+    first = np.full(128, -1, np.int32)
+    layouts.rows_of_matrices(_from(first), width)
+    table = np.arange(64 * columns).reshape(1, 64, columns)
+    chunks = _as_copied(table, 2, width).reshape(-1, 8)
+    warp, lane = np.divmod(np.arange(128), 32)
+    for i in range(columns // 16):
+        part, chunk = divmod(32 * i, width)
+        got = chunks[((first ^ chunk) + part * 64 * width) // 16]
+        side = table[0, warp * 16 + lane % 16].reshape(128, -1, 8)
+        assert np.array_equal(got, side[np.arange(128), 2 * i + lane // 16])

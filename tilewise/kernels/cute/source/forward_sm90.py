@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
 from tilewise.kernels.cute.source import basic
-from tilewise.kernels.cute.source.forward_sm90_producer import Arrays, load
+from tilewise.kernels.cute.source.forward_sm90_producer import Arrays, load, load_table
 from tilewise.kernels.cute.source.hopper import anew, pin, wait_in_place
 from tilewise.kernels.cute.source.items import (
     BATCH,
@@ -70,11 +70,14 @@ from tilewise.kernels.cute.source.vocabulary import (
     consumers_meet,
     copy_engine,
     first_operand,
+    load_cells,
     loading_operand,
     operand_of_product,
     product,
     products_sm90,
     read_cells,
+    row_bytes,
+    row_of_matrices,
     store_in_quads,
     swizzled_tiles,
     table_tiles,
@@ -93,7 +96,8 @@ class Room(NamedTuple):
     """How many places there are in shared memory."""
 
     q: int
-    kv: int
+    k: int
+    v: int
     table: int
 
 
@@ -109,18 +113,26 @@ def is_plain(build):
     return not hasattr(build.variant, "score") and not build.loaded
 
 
+def holds_cells(build):
+    """Of a table, in registers, before products are issued: what is read behind them waits for them. Wide ones have no
+    room there."""
+    return build.table is not None and ELEMENTS[build.table.dtype].width == 16
+
+
 def room_of(build, element):
-    """Two places for a table's tiles, if k and v have two nevertheless; and for q, unless it is in registers: the next
-    item's is to be there in time."""
-    size = element.width // 8
-    q_bytes, stage_bytes = build.tile.q * build.depth * size, build.tile.k * (build.depth + build.columns) * size
-    cell_bytes = ELEMENTS[build.table.dtype].width // 8 if build.table else 0
-    table_bytes = build.tile.q * build.tile.k * cell_bytes
-    left = SHARED - AROUND - 2 * stage_bytes
-    tables = 0 if build.table is None else 2 if left >= q_bytes + 2 * table_bytes else 1
-    q_places = 2 if not holds_q(build) and left >= 2 * q_bytes + tables * table_bytes else 1
-    left -= q_places * q_bytes + tables * table_bytes
-    return Room(q_places, min(2 + left // stage_bytes, MOST_STAGES), tables)
+    """Two places for k and v each, and one for all else. If there is more, a second for a table comes first, then a
+    third for k: a place is free at the end of a step, half a step before the other warpgroup wants k in it. Then a
+    second for q, unless it is in registers: the next item's is to be there in time."""
+    size, tile = element.width // 8, build.tile
+    sizes = {"q": tile.q * build.depth * size, "k": tile.k * build.depth * size, "v": tile.k * build.columns * size}
+    sizes["table"] = tile.q * tile.k * ELEMENTS[build.table.dtype].width // 8 if build.table else 0
+    places = {"q": 1, "k": 2, "v": 2, "table": int(build.table is not None)}
+    left = SHARED - AROUND - sum(sizes[name] * places[name] for name in places)
+    for name, is_wanted in {"table": build.table is not None, "k": True, "q": not holds_q(build)}.items():
+        if is_wanted and left >= sizes[name]:
+            places[name], left = places[name] + 1, left - sizes[name]
+    more = left // (sizes["k"] + sizes["v"])
+    return Room(**places | {name: min(places[name] + more, MOST_STAGES) for name in ("k", "v")})
 
 
 @cute.jit
@@ -135,14 +147,14 @@ def launch(
     element, tile = q.element_type, build.tile
     room = room_of(build, element)
     q_tiles = swizzled_tiles(element, tile.q, build.depth, room.q)
-    k_tiles = swizzled_tiles(element, tile.k, build.depth, room.kv)
-    v_tiles = swizzled_tiles(element, tile.k, build.columns, room.kv, transposed=True)
+    k_tiles = swizzled_tiles(element, tile.k, build.depth, room.k)
+    v_tiles = swizzled_tiles(element, tile.k, build.columns, room.v, transposed=True)
     q_map, q_rows = copy_engine(q, q_tiles)
     k_map, k_rows = copy_engine(k, k_tiles)
     v_map, v_rows = copy_engine(v, v_tiles, transposed=True)
     table_map, table_rows, cells = None, None, None
     if cutlass.const_expr(build.table is not None):
-        cells = table_tiles(arrays[-1].element_type, tile.q, tile.k, room.table)
+        cells = table_tiles(arrays[-1].element_type, 64, tile.k, room.table * tile.q // 64)
         table_map, table_rows = copy_engine(arrays[-1], cells)
     attention(
         q_map, k_map, v_map, table_map, q_rows, k_rows, v_rows, table_rows, q_tiles, k_tiles, v_tiles, cells,
@@ -176,8 +188,9 @@ def attention(
         table_tile = memory.allocate_tensor(arrays[-1].element_type, cells.outer, 1024, cells.inner)
     items = memory.allocate_tensor(Int32, cute.make_layout((WORDS, PLACES)), 16)
     of_q, of_k, of_v = (barriers(memory, cute.size(x, mode=[2]), 1, warps) for x in (q_tile, k_tile, v_tile))
-    of_table = barriers(memory, 1 if table_tile is None else cute.size(table_tile, mode=[2]), 1, warps)
-    of_items, of_begun = barriers(memory, PLACES, 32, warps + 1), barriers(memory, 1, 1, 1)
+    of_table = barriers(memory, consumers if table_tile is None else cute.size(table_tile, mode=[2]), 1, 4)
+    readers = warps + (1 if table_tile is None else 2)
+    of_items, of_begun = barriers(memory, PLACES, 32, readers), barriers(memory, 1, 1, 1)
     if cute.arch.thread_idx()[0] == 0:
         begin(of_q, of_k, of_v, of_table, of_items, of_begun)
     cute.arch.mbarrier_init_fence()
@@ -190,16 +203,22 @@ def attention(
         if warp_number == 0:
             load(
                 Arrays(q_map, q_rows, q_tile, filling(of_q[0])), Arrays(k_map, k_rows, k_tile, filling(of_k[0])),
-                Arrays(v_map, v_rows, v_tile, filling(of_v[0])),
-                Arrays(table_map, table_rows, table_tile, filling(of_table[0])), items, reading(of_items[0]),
-                of_begun[0], runs, group, build,
+                Arrays(v_map, v_rows, v_tile, filling(of_v[0])), items, reading(of_items[0]), of_begun[0], runs, group,
+                build, q_waits=of_q[0].count == 1 and not holds_q(build),
             )  # fmt: skip
         if warp_number == 1:
             order = Order(next_item, section, sections)
             schedule(items, filling(of_items[0]), reading(of_begun[0]), records, runs, order)
+        if cutlass.const_expr(table_tile is not None):
+            table = Arrays(table_map, table_rows, table_tile, filling(of_table[0]))
+            if warp_number == 2:
+                load_table(table, items, reading(of_items[0]), runs, group, build)
     else:
         cute.arch.setmaxregister_increase(consumes)
-        rings = Rings(*(reading(x[0]) for x in (of_q, of_k, of_v, of_table, of_items)))
+        rings = Rings(
+            *(reading(x[0]) for x in (of_q, of_k, of_v)), reading(of_table[0], warpgroup_number - 1, consumers),
+            reading(of_items[0]),
+        )  # fmt: skip
         consumer = consumer_of(
             q_tile, k_tile, v_tile, table_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale,
             factor if build.raw else binary(scale, build), build,
@@ -244,6 +263,7 @@ class Consumer(NamedTuple):
     p: cute.Tensor
     narrow: cute.Tensor  # the same registers, in the order of s
     at: cute.Tensor  # where in the tile each score is
+    first_cells: Int32 | None  # where those begin that it reads of a table's tile
     rows: Rows
     rows_left: cute.Tensor  # of the sequence, from the thread's first row on
     keys_left: cute.Tensor  # from the first key on of the tile that p has the weights of
@@ -264,7 +284,9 @@ def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, 
         number, thread, q_tile, k_tile, v_tile, table_tile, rings, items, runs, group, arrays, scale, build, qk, pv,
         q, qk[0].make_fragment_B(ours.partition_B(k_tile)),
         pv[0].make_fragment_B(ours_of_v.partition_B(v_tile)), s, acc, p, cute.make_tensor(p.iterator, s.layout),
-        mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))), rows_of(acc, factor),
+        mine.partition_C(cute.make_identity_tensor((build.tile.q, build.tile.k))),
+        row_of_matrices(thread, row_bytes(table_tile.element_type, build.tile.k)) if holds_cells(build) else None,
+        rows_of(acc, factor),
         *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)),
     )  # fmt: skip
 
@@ -276,12 +298,12 @@ def consume(c, out, lse, sinks):
     # 1 load q
     n_runs = wait_for_item(c.items, c.rings.items)
     begin_q(c)
+    cells = held_cells(c)
     wait_until_full(c.rings.k)
     take_turn(c)
     warpgroup.fence()
     multiply_q_k(c)
     pass_turn(c)
-    cells = cells_of(c)
     warpgroup.wait_group(0)
     first_tile(c, n_runs, cells)
     pack(c)
@@ -341,7 +363,8 @@ def q_rows(c, thread):
 
 
 def begin_products(c):
-    """Issue this tile's s and the last tile's p @ v; wait for s. Cells of a table are read meanwhile."""
+    """Issue this tile's s and the last tile's p @ v; wait for s. The cells of a table that were read before."""
+    cells = held_cells(c)
     wait_until_full(c.rings.k)
     if c.build.packed:
         wait_for_v(c)
@@ -352,7 +375,6 @@ def begin_products(c):
         wait_for_v(c)
     multiply_p_v(c)
     pass_turn(c)
-    cells = cells_of(c)
     warpgroup.wait_group(1)
     return cells
 
@@ -394,8 +416,10 @@ def multiply_held(mma, s, q, k_tile, thread):
 
 # 3 score
 def score_tile(c, tile, cells):
-    """cells: of a table, or None."""
+    """cells: of a table, if registers have them."""
     work = work_of_item(c.items, stage_of(c.rings.items), c.group)
+    if c.build.table is not None and cells is None:
+        cells = cells_in_place(c)
     score(c.s, c.at, tile * c.build.tile.k, work, c.arrays, c.scale, c.build, cells)
 
 
@@ -409,12 +433,18 @@ def mask_tile(c, tile):
         mask_by_variant(c.s, c.at, first_key, work, c.arrays, c.build)
 
 
-def cells_of(c):
-    """Those of this tile's scores, if there is a table."""
-    if c.build.table is None:
+def held_cells(c):
+    """Those of this tile's scores, if there is a table and registers have room for them."""
+    if not holds_cells(c.build):
         return None
     wait_until_full(c.rings.table)
-    return read_cells(c.table_tile, stage_of(c.rings.table), c.at[0][0], cute.arch.lane_idx() % 4, cute.size(c.s))
+    return load_cells(c.table_tile, stage_of(c.rings.table), c.first_cells)
+
+
+def cells_in_place(c):
+    """Each is read when it is asked for."""
+    wait_until_full(c.rings.table)
+    return read_cells(c.table_tile, stage_of(c.rings.table), c.at[0][0] % 64, cute.arch.lane_idx() % 4)
 
 
 def free_k(c):
@@ -497,7 +527,7 @@ def correct(c, tile, sums):
     rescale = cute.make_rmem_tensor_like(c.rows.row_max)
     if any_above(FINITE_SUM, sums, c.rows_left[0]):
         multiply_q_k_again(c)
-        score_tile(c, anew(tile), cells_of(c))  # nothing of the first time is kept for this
+        score_tile(c, anew(tile), held_cells(c))  # nothing of the first time is kept for this
         copy(exact(c.rows, c.s, 0.0), rescale)
     else:
         copy(tame(c.rows, c.s, sums, c.q_tile.element_type), rescale)

@@ -1,4 +1,4 @@
-"""The producer warp of Hopper's forward kernel, which has the copy engine bring tiles."""
+"""The producer warps of Hopper's forward kernel, which have the copy engine bring tiles."""
 
 from typing import Any, NamedTuple
 
@@ -22,10 +22,11 @@ class Arrays(NamedTuple):
 
 
 @cute.jit
-def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Constexpr):
+def load(q, k, v, items, item_ring, begun, runs, group, build: cutlass.Constexpr, q_waits: cutlass.Constexpr):
     """One warp: tiles come as soon as there is a place for them. A tile's v comes after the next one's k, as consumers
-    need it a step later."""
-    for array in (q, k, v) if build.table is None else (q, k, v, table):
+    need it a step later. q_waits: its only place is free last of all, when its item's last scores were multiplied; so
+    what is free before comes before."""
+    for array in (q, k, v):
         cpasync.prefetch_descriptor(array.map)  # while the first item is made ready
     next_v = cute.make_rmem_tensor((4,), Int32)  # its tile, where its sequence begins, its head and batch index
     next_v[0] = Int32(-1)
@@ -33,11 +34,8 @@ def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Co
     while n_runs > 0:
         stage = stage_of(item_ring)
         work, b = work_of_item(items, stage, group), items[BATCH, stage]
-        # 1 load q
-        wait_until_free(q.ring)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(begun.first)
-        copy_rows(q, 0, work.q_begin + work.first, work.place.h, b, (build.tile.q, build.depth))
+        if cutlass.const_expr(not q_waits):
+            load_q(q, work, b, begun, build)
         # for each kv tile of the schedule:
         for i in cutlass.range(n_runs, unroll=1):
             first, last, _ = run_of_item(items, stage, runs, n_runs - 1 - i)
@@ -45,14 +43,24 @@ def load(q, k, v, table, items, item_ring, begun, runs, group, build: cutlass.Co
                 tile = last - 1 - j
                 wait_until_free(k.ring)
                 copy_rows(k, tile, work.k_begin, work.place.hk, b, (build.tile.k, build.depth))
-                if cutlass.const_expr(build.table is not None):
-                    load_table(table, tile, work, build)
                 if next_v[0] >= 0:
                     load_v(v, next_v, build)
+                if cutlass.const_expr(q_waits):
+                    is_first = (i == 0) & (j == 0)
+                    if is_first:
+                        load_q(q, work, b, begun, build)
                 next_v[0], next_v[1], next_v[2], next_v[3] = tile, work.k_begin, work.place.hk, b
         free(item_ring)
         n_runs = wait_for_item(items, item_ring)
     load_v(v, next_v, build)
+
+
+# 1 load q
+def load_q(q, work, b, begun, build):
+    wait_until_free(q.ring)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(begun.first)
+    copy_rows(q, 0, work.q_begin + work.first, work.place.h, b, (build.tile.q, build.depth))
 
 
 def load_v(v, next_v, build):
@@ -61,15 +69,32 @@ def load_v(v, next_v, build):
     copy_rows(v, tile, begins, hk, b, (build.columns, build.tile.k), transposed=True)
 
 
-def load_table(table, tile, work, build):
-    """The cells of all queries of the item and the tile's keys."""
-    wait_until_free(table.ring)
+@cute.jit
+def load_table(table, items, item_ring, runs, group, build: cutlass.Constexpr):
+    """Another warp, as places of a table's tiles are free at other times than those of k and v: the cells of each
+    warpgroup's queries by themselves, which are read once."""
+    cpasync.prefetch_descriptor(table.map)
+    n_runs = wait_for_item(items, item_ring)
+    while n_runs > 0:
+        stage = stage_of(item_ring)
+        rows = rows_of_table(table, work_of_item(items, stage, group), build)
+        for i in cutlass.range(n_runs, unroll=1):
+            first, last, _ = run_of_item(items, stage, runs, n_runs - 1 - i)
+            for j in cutlass.range(last - first, unroll=1):
+                for number in cutlass.range_constexpr(build.tile.q // 64):
+                    wait_until_free(table.ring)
+                    copy_tile(table, rows, (64, build.tile.k), (number, last - 1 - j))
+        free(item_ring)
+        n_runs = wait_for_item(items, item_ring)
+
+
+def rows_of_table(table, work, build):
+    """The cells of the item's head, from its first query and the sequence's first key on."""
     place, sizes = work.place, table.rows.shape
     values = {"B": place.b, "H": place.h, "HK": place.hk}
     others = [Int32(values.get(x, x)) for x in (0, 0, *build.table.others)[-2:]]
     b, h = (clamped(x, size) for x, size in zip(others, (sizes[3], sizes[2]), strict=True))
-    rows = cute.domain_offset((place.origin_q + work.first, place.origin_k), table.rows[None, None, h, b])
-    copy_tile(table, rows, (build.tile.q, build.tile.k), (0, tile))
+    return cute.domain_offset((place.origin_q + work.first, place.origin_k), table.rows[None, None, h, b])
 
 
 def copy_rows(array, tile, begins, h, b, size, transposed=False):

@@ -25,11 +25,14 @@ class Barriers(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Where a role stands: the place that is next, and the parity of its barriers' phase."""
+    """Where a role stands: the place that is next, and the parity of its barriers' phase. It may have only some of the
+    places: from one on each that many further."""
 
     barriers: Barriers
     stage: cute.Tensor
     parity: cute.Tensor
+    begins: Int32
+    step: int
 
 
 def barriers(memory, count, fillers, readers):
@@ -46,9 +49,9 @@ def begin(*all_barriers):
             cute.arch.mbarrier_init(made.free + i, readers)
 
 
-def reading(made):
+def reading(made, begins=0, step=1):
     """A ring whose places are yet to be filled."""
-    return _ring(made, 0)
+    return _ring(made, 0, begins, step)
 
 
 def filling(made):
@@ -56,9 +59,9 @@ def filling(made):
     return _ring(made, 1)
 
 
-def _ring(made, parity):
-    ring = Ring(made, *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)))
-    ring.stage[0], ring.parity[0] = Int32(0), Int32(parity)
+def _ring(made, parity, begins=0, step=1):
+    ring = Ring(made, *(cute.make_rmem_tensor((1,), Int32) for _ in range(2)), Int32(begins), step)
+    ring.stage[0], ring.parity[0] = Int32(begins), Int32(parity)
     return ring
 
 
@@ -93,9 +96,9 @@ def free_place(ring, stage):
 
 
 def advance(ring):
-    is_last = ring.stage[0] == ring.barriers.count - 1
+    is_last = ring.stage[0] == ring.barriers.count - ring.step + ring.begins
     ring.parity[0] = where(is_last, ring.parity[0] ^ 1, ring.parity[0])
-    ring.stage[0] = where(is_last, Int32(0), ring.stage[0] + 1)
+    ring.stage[0] = where(is_last, ring.begins, ring.stage[0] + ring.step)
 
 
 def copy_to_place(ring, map_, rows, place, size):

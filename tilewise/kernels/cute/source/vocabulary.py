@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int16, Int32, Int64, pipeline
+from cutlass import AddressSpace, BFloat16, Float16, Float32, Int16, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import CopyUniversalOp, MmaUniversalOp, OperandMajorMode, cpasync, warp, warpgroup
 
 from tilewise.kernels.cute.source.operations import where
@@ -121,17 +121,37 @@ def swizzled_tiles(element, rows, columns, count, transposed=False):
     return cute.tile_to_shape(atom, (rows, columns, count), order=(0, 1, 2))
 
 
-def read_cells(tiles, stage, row, quarter, count):
-    """Numbers of a table's tile, at the places of those that a thread has of a product, so many, two at a time.
+def row_of_matrices(thread, width):
+    """Where the row begins that a thread of a warpgroup has of each first four 8 x 8 matrices of 16 bits, two and two
+    side by side, in bytes, of a tile of 64 rows of that width: chunks of 16 bytes changed places."""
+    row, side = (thread & 96) >> 1 | thread & 15, thread >> 4 & 1
+    turned = row & 7 if width == 128 else row >> 1 & 3
+    return row * width + ((side ^ turned) << 4)
+
+
+def load_cells(tiles, stage, first):
+    """Numbers of 16 bits of a table's tile of 64 rows, at the places of those that a thread has of a product: four
+    matrices at once. first: where it begins, as above; the next ones differ from it by two chunks."""
+    element, (rows, columns) = tiles.element_type, (cute.size(tiles, mode=[i]) for i in range(2))
+    width, begin = row_bytes(element, columns), tiles.iterator.toint() + stage * (rows * columns * 2) + first
+    cells = cute.make_rmem_tensor((8, columns // 16), element)
+    for i in range(columns // 16):
+        part, chunk = divmod(32 * i, width)
+        row = cute.make_ptr(element, (begin ^ chunk) + part * rows * width, AddressSpace.smem, assumed_align=16)
+        cute.copy(loading_operand(element), cute.make_tensor(row, cute.make_layout(8)), cells[None, i])
+    return Cells(cute.recast_tensor(cells, Int32).__getitem__, element)
+
+
+def read_cells(tiles, stage, row, quarter):
+    """Numbers of 32 bits of a table's tile, at the places of those that a thread has of a product, two at a time.
 
     row: its first; quarter: which thread of its quad it is: of each eight columns it has two. Chunks of 16 bytes
     changed places, in another way in each 128 bytes.
     """
     element, (rows, columns) = tiles.element_type, (cute.size(tiles, mode=[i]) for i in range(2))
-    two = Int32 if element.width == 16 else Int64
-    in_row, in_chunk = (size // (two.width // 8) for size in (row_bytes(element, columns), 16))
+    in_row, in_chunk = (size // 8 for size in (row_bytes(element, columns), 16))
     turned = row % 8 if row_bytes(element, columns) == 128 else row // 2 % 4
-    pairs = cute.make_tensor(cute.recast_ptr(tiles.iterator, dtype=two), cute.make_layout(cute.size(tiles) // 2))
+    pairs = cute.make_tensor(cute.recast_ptr(tiles.iterator, dtype=Int64), cute.make_layout(cute.size(tiles) // 2))
     first = stage * (rows * columns // 2) + row * in_row
 
     def pair(i):
@@ -140,9 +160,7 @@ def read_cells(tiles, stage, row, quarter, count):
         chunk = (number // in_chunk + quarter // in_chunk) ^ turned
         return pairs[first + (part * rows + 8 * half) * in_row + chunk * in_chunk + quarter % in_chunk]
 
-    if element.width == 32:
-        return Cells(pair, element)  # registers have no room for all of them
-    return Cells([pair(i) for i in range(count // 2)].__getitem__, element)
+    return Cells(pair, element)
 
 
 @dataclass(frozen=True, eq=False)
