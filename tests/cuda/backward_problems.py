@@ -16,6 +16,7 @@ from tilewise import arrays, reference, validate
 from tilewise.arrays import Array
 from tilewise.contract import Expected, backward_results, check_results, expected_backward, gradients_to_pull
 from tilewise.expr import NQ, B, H, K, Q, S, where
+from tilewise.kernels.cuda import marshal
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.simulator import Order, kernel
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
@@ -24,14 +25,14 @@ from tilewise.validate import Call
 
 SHARED_FILES = (
     "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_consumer.h", "sm90_tiles.h", "backward_sm90_rows.cu",
-    "backward_sm90_d_query.cu",
+    "sm90_backward_d_query.h",
 )  # fmt: skip
 FILES, WIDE_FILES = ("backward_sm90.cu", *SHARED_FILES), ("backward_sm90_wide.cu", *SHARED_FILES)
 
-# The first block to run takes all key tiles, in their order, unless it is told otherwise.
+# The first block to run takes all key tiles, in their order, unless it is told otherwise, and then all of d_q.
 TAKE = "const int index = next_index();"
-LAST_FIRST = {TAKE: "const int asked = next_index();\n"
-                    "        const int index = asked < launch.items ? launch.items - 1 - asked : asked;"}  # fmt: skip
+LAST_FIRST = {TAKE: "const int asked = next_index(), tiles = launch.heads * params.tiles;\n"
+                    "        const int index = asked < tiles ? tiles - 1 - asked : asked;"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,12 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(rungs, spec, shape, views, order, seed)
 
     monkeypatch.setattr(kernel, "_launch_sm90", launch_on_nan)
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of d_q: up to three tiles of large heads, so that there are several. Each file of tests imports this."""
+    monkeypatch.setattr(marshal, "_SHARE", 100_000)
 
 
 class Problem(NamedTuple):

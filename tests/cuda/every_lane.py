@@ -23,7 +23,6 @@ EDITS = {
     "sm90_backward_producer.h": [
         ("if (!clears) return;", "if (!clears && lane != 0) hw::mbarrier_arrive(full);\n        if (!clears) return;"),
         ("if (lane == 0) hw::mbarrier_arrive(full);", "hw::mbarrier_arrive(full);"),
-        ("if (lane == 0) hw::mbarrier_arrive(shared.k_full", "hw::mbarrier_arrive(shared.k_full"),
     ],
     "arrays_sm90.cu": [
         ("if (lane == 0) hw::mbarrier_arrive(bar);", "hw::mbarrier_arrive(bar);"),

@@ -17,6 +17,7 @@ from tests.cuda.backward_problems import (
     check,
     gradients,
     posed,
+    small_shares,  # noqa: F401
     unwritten,  # noqa: F401
 )
 from tests.cuda.mistakes import expect_told, plant, some
@@ -104,6 +105,13 @@ def test_heads_by_sections_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -
     alone = gradients("grouped")
     monkeypatch.setattr(marshal, "_L2_SHARE", 1)
     assert _same_bits(alone, gradients("grouped"))
+
+
+@pytest.mark.parametrize("problem", ["grouped", "tiles of 80, packed", "d 256, causal"])
+def test_the_share_of_d_q_changes_nothing(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_tiles = gradients(problem)
+    monkeypatch.setattr(marshal, "_SHARE", 1 << 18)
+    assert _same_bits(by_tiles, gradients(problem))
 
 
 def test_a_key_tile_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:

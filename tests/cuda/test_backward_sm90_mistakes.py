@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.cuda.backward_problems import FILES, LAST_FIRST, check, unwritten  # noqa: F401
+from tests.cuda.backward_problems import FILES, LAST_FIRST, check, small_shares, unwritten  # noqa: F401
 from tests.cuda.mistakes import (
     EARLY,
     ISSUED,
@@ -28,9 +28,9 @@ pytestmark = needs_compiler
 
 FREE_Q = "        arrive(shared.q_free(q_stage()));\n"
 FREE_V = "        if (LAST) arrive(shared.v_free());\n"
-FREE_UNMET_V = "            this->arrive(this->shared.v_free());\n"
+FREE_UNMET_V = "        this->arrive(this->shared.v_free());\n"
 FREE_D_OUT = "        arrive(shared.d_out_free(d_out_stage()));\n"
-FREE_K = "            this->arrive(this->shared.k_free());\n"
+FREE_K = "        this->arrive(this->shared.k_free());\n"
 FREE_D_S = "        if (S_STAGES == 1) arrive(shared.d_s_free());\n"
 FREE_D_Q = "        hw::mbarrier_arrive(shared.d_q_free(number));\n"
 FREE_ADDITION = "            hw::mbarrier_arrive(shared.d_out_free(stage));\n"
@@ -61,18 +61,18 @@ WRITE_D_S = "        write_turned(d_s_tile(), d_s);\n"
 MEET_OTHER = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
 TELL_LATE = "        if (TELLS_LATE && owes) tell_of(steps - 1);\n"
 MEET_ITSELF = "        hw::barrier_sync(Shared::D_S_WRITTEN + 6 * number, 128);\n"
+MEET_TURNED = "        hw::barrier_sync(Shared::turned(number), 128);\n"
 UNMET = f"{UNFENCED}|{ISSUED}"
 FENCE_D_Q = "        hw::fence_async();\n        tell_of(step);\n"
 HAND_OVER = "        if (TELLS_LATE) owes = true;\n        else hand_over(steps);\n"
 WRITE_D_Q = "        if (STORES_HALVES) write_d_q(d_q, number, 0, steps % 2 ^ 1);\n"
-MEET = "            meet_queries(__shfl_sync(~0u, this->item().visits, 0));\n"
-ITEM = "            const Shared::Item item = this->shared.copy_of_item(this->keys % 2);\n"
 ROOM = "                wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);\n"
 TELL_ADDITION = ("                if (lane == 0) {\n"
                  "                    shared.addition(o_ring.stage).tile = tile;\n"
                  "                    shared.addition(o_ring.stage).turn = turn;\n"
                  "                }\n")  # fmt: skip
 TURN = "hw::wait_for_number(turns, turn);"
+AWAIT_DONE = "        if (lane == 0) hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);\n"
 
 # Each is one kind of mistake.
 MISTAKES: dict[str, Mistake] = {
@@ -112,7 +112,7 @@ MISTAKES: dict[str, Mistake] = {
     "the parity of tails": Mistake("more often", "packed", {"tails++ % 2": "tails % 2"}),
     "keys of another sequence": Mistake(WRONG, "packed", {"sequence.k_begin + key + half * 8": "key + half * 8"}),
     "queries of another sequence": Mistake(
-        WRONG, "packed", {"launch.backward.d_q, b, h, sequence.q_begin + first": "launch.backward.d_q, b, h, first"},
+        WRONG, "packed", {"tile.sequence->q_begin + tile.first_query + query": "tile.first_query + query"},
     ),
     # Places are let go.
     "q never let go": Mistake("deadlock", "full", {FREE_Q: ""}),
@@ -121,8 +121,9 @@ MISTAKES: dict[str, Mistake] = {
     "v never let go": Mistake("deadlock", "full", {FREE_V: ""}),
     "v never let go by a key tile that meets none": Mistake("deadlock", "tiles that meet none", {FREE_UNMET_V: ""}),
     "k let go before it is multiplied": Mistake(
-        WRONG, "one query tile",
-        {FREE_K: "", FREE_V: f"{FREE_V}        if (LAST) arrive(shared.k_free());\n", MEET + ITEM: ITEM + MEET},
+        EARLY, "one query tile",
+        {FREE_K: f"        if (item.visits == Shared::OF_D_Q)\n{FREE_K}",
+         FREE_V: f"{FREE_V}        if (LAST) arrive(shared.k_free());\n"},
     ),
     "too few to let q go": Mistake(
         f"deadlock|{ISSUED}", "full",
@@ -214,7 +215,7 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "full", {"hw::bulk_wait_done<0>();": "hw::tma_store_wait<0>();"},
     ),
     "a turn never given away": Mistake(
-        "deadlock.*for another block", "full", {"hw::add_release(turns, 1);": ""},
+        "deadlock.*for another block", "full", {"tell_done(launch.turns + tile);": "{}"},
     ),
     "a turn too late": Mistake(
         "deadlock.*for another block", "full", {"min(at.j, run.last)": "min(at.j + 1, run.last)"},
@@ -233,6 +234,22 @@ MISTAKES: dict[str, Mistake] = {
     "sums of a query tile that met none": Mistake(
         WRONG, "tiles that meet none", {"launch.turns[at * TURNS] > 0;": "true;"},
     ),
+    # d_q from its sums.
+    "d_q of which the last sums are missing": Mistake(WRONG, "full", {AWAIT_DONE: ""}),
+    "a key tile that is never done": Mistake(
+        "deadlock.*for another block", "full", {"tell_done(done_of(launch, item.b, item.hk));": "{}"},
+    ),
+    "a key tile of another head that is done": Mistake(
+        "deadlock.*for another block", "grouped",
+        {"tell_done(done_of(launch, item.b, item.hk));": "tell_done(done_of(launch, item.b, 0));"},
+    ),
+    "key tiles that were done before": Mistake(
+        "deadlock.*for another block", "full", {"*done_of(launch, b, h / params.group) = 0;": "{}"},
+    ),
+    "the same share of d_q for all": Mistake(WRONG, "tiles of 80", {"first = item.j * launch.share": "first = 0"}),
+    "d_q of another head": Mistake(
+        WRONG, "grouped", {"item.hk * params.group + i / q_tiles": "item.hk * params.group"},
+    ),
     # Products.
     "wrong swizzle of d_s": Mistake(WRONG, "full", {"^ query % 8) * 16;\n#": "^ query % 4) * 16;\n#"}),
     "wrong step along d_s": Mistake(
@@ -245,16 +262,16 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "d 80, d_v 128", {"HALVES_QUERIES ? 0 : number * (Q": "HALVES_QUERIES ? 0 : (1 - number) * (Q"},
     ),
     "the other half of d_s": Mistake(
-        WRONG, "whole tiles", {"HALVES_QUERIES ? number * 64": "HALVES_QUERIES ? (1 - number) * 64"},
+        WRONG, "whole tiles", {"HALVES_QUERIES ? number * 64 * R": "HALVES_QUERIES ? (1 - number) * 64 * R"},
     ),
     "the other part of k's columns": Mistake(
         WRONG, "d 128", {"Q_PARTS == 2 ? TILE_K * ROW_BYTES": "Q_PARTS == 2 ? ROW_BYTES / 2"},
     ),
     "the other half of d_q": Mistake(
-        WRONG, "d 128", {"column = HALVES_QUERIES ? 0 : half * HALF": "column = (1 - half) * HALF"},
+        WRONG, "d 128", {"column = HALVES_QUERIES ? 0 : number * HALF": "column = (1 - number) * HALF"},
     ),
     "the other queries of d_q": Mistake(
-        WRONG, "whole tiles", {"HALVES_QUERIES ? half * 64": "HALVES_QUERIES ? (1 - half) * 64"},
+        WRONG, "whole tiles", {"HALVES_QUERIES ? number * 64 : 0) + w": "HALVES_QUERIES ? (1 - number) * 64 : 0) + w"},
     ),
     "d_q's rows in another order": Mistake(
         WRONG, "whole tiles", {"lane / 4 + lower * 8": "lane / 4 + (1 - lower) * 8"},
@@ -274,7 +291,7 @@ MISTAKES: dict[str, Mistake] = {
         f"{WRONG}|{UNFENCED}", "tiles of 80", {AWAIT_D_Q_FREE: ""},
     ),
     "d_q that is read before it is turned": Mistake(
-        f"{WRONG}|race", "tiles of 80", {"        __syncthreads();\n        for (int i": "        for (int i"},
+        f"{WRONG}|race", "tiles of 80", {f"{MEET_TURNED}        for (int i": "        for (int i"},
     ),
     "d_q turned into the same columns": Mistake(
         WRONG, "tiles of 80", {"eight = warp * 2 + lane / 8 % 2;": "eight = warp * 2;"},
@@ -347,7 +364,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no scale of d_k": Mistake(WRONG, "full", {"d_k, 0, D, item, params.scale": "d_k, 0, D, item, 1.0f"}),
     "no scale of d_q": Mistake(
-        WRONG, "full", {"&held[0][lower * 2], launch.backward.params.scale": "&held[0][lower * 2], 1.0f"},
+        WRONG, "full", {"&tile.held[0][lower * 2], launch.backward.params.scale": "&tile.held[0][lower * 2], 1.0f"},
     ),
     # Tables.
     "no wait for a table": Mistake(f"{WRONG}|more often", "a table, d 128", {AWAIT_TABLE: ""}),

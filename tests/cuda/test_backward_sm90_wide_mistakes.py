@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.cuda.backward_problems import WIDE_FILES, check, unwritten  # noqa: F401
+from tests.cuda.backward_problems import WIDE_FILES, check, small_shares, unwritten  # noqa: F401
 from tests.cuda.mistakes import (
     EARLY,
     ISSUED,
@@ -29,7 +29,7 @@ AWAIT_SECOND = "        hw::wgmma_wait<0>();\n        hand_over_d_q(1);\n"
 BEGIN_D_P = "        if (WIDE) clear_to_delta();\n"
 AWAIT_D_OUT = "        hw::mbarrier_wait(shared.d_out_full(d_out_stage()), steps / O_STAGES % 2);\n"
 HOLD_V = "        this->hold_v();\n"
-AWAIT_V = "        hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);\n"
+AWAIT_V = "        await_v();\n"
 WRITE_P = "        write(shared.p(), p);\n"
 WRITE_D_S = "        write(d_s_tile(), d_s);\n"
 MEET = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"

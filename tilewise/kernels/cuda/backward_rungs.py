@@ -118,7 +118,7 @@ class BackwardRows(_BackwardSm90):
 
 
 class BackwardProducts(_BackwardSm90):
-    """d_k and d_v lie in registers, d_q in sums in memory."""
+    """d_k and d_v lie in registers, d_q in sums in memory, which are rounded when all key tiles of a head are done."""
 
     name = "backward_sm90"
     SHARED = ForwardSm90.SHARED
@@ -166,29 +166,19 @@ class WideBackwardProducts(BackwardProducts):
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.q // 2, half, half // 2, v_half})}
 
 
-class BackwardDQuery(_BackwardSm90):
-    """Last, d_q from its sums."""
-
-    name = "backward_sm90_d_query"
-
-    def constants(self, tile: Tile, shape: Shape, cell_bytes: int = 0) -> Mapping[str, int | bool]:
-        turned = 2 * tile.q * 64 * parts(shape.d) if _columns_down(tile) else 0
-        return {**super().constants(tile, shape, cell_bytes), "SHARED_BYTES": turned}
-
-
 class Hoppers:
-    """Hopper's backward pass: three kernels, one after the other."""
+    """Hopper's backward pass: two kernels, one after the other."""
 
     def __init__(self, ordered: bool) -> None:
         self.ordered = ordered
-        self._first, self._last = BackwardRows(ordered), BackwardDQuery(ordered)
+        self._first = BackwardRows(ordered)
         self._products = {False: BackwardProducts(ordered), True: WideBackwardProducts(ordered)}
 
     def unsupported(self, shape: Shape) -> str | None:
         return self._first.unsupported(shape)
 
-    def rungs(self, shape: Shape) -> tuple[Rung, Rung, Rung]:
-        return self._first, self._products[self._is_wide(shape)], self._last
+    def rungs(self, shape: Shape) -> tuple[Rung, Rung]:
+        return self._first, self._products[self._is_wide(shape)]
 
     def _is_wide(self, shape: Shape) -> bool:
         return max(shape.d, shape.d_v) > _BackwardSm90.NARROW
@@ -198,7 +188,8 @@ class Hoppers:
         tile = self._first.default_tile(spec, shape)
         rows = q_tiles * tile.q
         turns = 2 * q_tiles if self._is_wide(shape) or _columns_down(tile) else q_tiles
-        return {"rows": 2 * rows, "sums": rows * 64 * _halved(parts(shape.d)), "turns": turns}
+        sums, done = rows * 64 * _halved(parts(shape.d)), shape.batch * shape.heads_k
+        return {"rows": 2 * rows, "sums": sums, "turns": turns, "done": done}
 
 
 def _query_tiles(spec: Attention, shape: Shape, size: int) -> int:

@@ -196,10 +196,9 @@ def blocks(shape: Shape, made: Tables, by_key: bool = False) -> int:
     return made.tiles * (shape.heads_k if by_key else shape.heads) * shape.batch
 
 
-def backward_blocks(shape: Shape, by_key: Tables, by_query: Tables, at_once: int) -> tuple[int, int, int]:
-    """Of Hopper's kernels of the backward pass: a block a query tile, as many as run at once, a block a query tile."""
-    of_queries = blocks(shape, by_query)
-    return of_queries, min(blocks(shape, by_key, by_key=True), at_once), of_queries
+def backward_blocks(launch: Any, shape: Shape, by_query: Tables, at_once: int) -> tuple[int, int]:
+    """Of Hopper's kernels of the backward pass: a block a query tile, and as many as run at once."""
+    return blocks(shape, by_query), min(launch.items, at_once)
 
 
 # -- parameters -------------------------------------------------------------------------------------------------------
@@ -276,8 +275,8 @@ def gathering(sums: View, cells: View, order: View, begins: View) -> tuple[Struc
 
 
 def backward_launch(
-    full: Any, shape: Shape, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes], at_once: int,
-    ordered: bool,
+    full: Any, shape: Shape, tile: Tile, by_key: Tables, by_query: Tables, at: int, maps: dict[str, bytes],
+    at_once: int, ordered: bool,
 ) -> Structure:  # fmt: skip
     """Launch of source/sm90_backward.h around Backward, but for its workspace and its count.
 
@@ -290,9 +289,22 @@ def backward_launch(
     made.sequences, made.offsets, made.runs = (
         at + 4 * place for place in (by_query.sequences_at, by_query.offsets_at, by_query.runs_at)
     )
-    made.q_tiles, made.offsets_apart, made.items = by_query.tiles, 1, blocks(shape, by_key, by_key=True)
-    made.section, made.sections = _backward_sections(shape, by_key, at_once, ordered)
+    made.q_tiles, made.offsets_apart, made.heads = by_query.tiles, 1, shape.batch * shape.heads_k
+    made.section, made.sections = section, sections = _backward_sections(shape, by_key, at_once, ordered)
+    made.share, made.shares = _shares(shape, tile, by_query)
+    made.behind = min(sections - 1, math.ceil(_UNDER_WAY * at_once / (section * by_key.tiles)))
+    made.items = blocks(shape, by_key, by_key=True) + made.shares * (made.heads + made.behind * section)
     return made  # type: ignore[no-any-return]
+
+
+_UNDER_WAY = 1.5  # key tiles a block that may not be done when d_q of those before is to be rounded, and some to spare
+_SHARE = 1 << 18  # bytes of sums that a block rounds at a time: few enough that all blocks have some to do
+
+
+def _shares(shape: Shape, tile: Tile, by_query: Tables) -> tuple[int, int]:
+    """Query tiles of a share of d_q, and shares of a key head."""
+    share = max(1, _SHARE // (4 * tile.q * shape.d))
+    return share, -(-by_query.tiles * shape.group // share)
 
 
 def launch(

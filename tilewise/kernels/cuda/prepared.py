@@ -188,15 +188,15 @@ def prepare_backward_sm90(
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
     copied = all(view.address % 16 == 0 for view in loaded)
     at_once = gpu.multiprocessors(device)
-    counts = marshal.backward_blocks(shape, by_key, by_query, at_once)
     made = []
-    for rung, blocks in zip(rungs, counts, strict=True):
+    for number, rung in enumerate(rungs):
         source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers, copied=copied)
         in_order = [loaded[order.index(i)] for i in range(len(order))]
         described = marshal.backward_maps(views, shape.dtype, tile, source.table, in_order)
         maps = {name: x.encoded() for name, x in described.items()}
         at = numbers_by_query.data_ptr()
-        launch = marshal.backward_launch(full, shape, by_key, by_query, at, maps, at_once, hoppers.ordered)
+        launch = marshal.backward_launch(full, shape, tile, by_key, by_query, at, maps, at_once, hoppers.ordered)
+        blocks = marshal.backward_blocks(launch, shape, by_query, at_once)[number]
         refining = None
         if rung is rungs[1]:  # which follows the plans
             tables_at = at, numbers.data_ptr()

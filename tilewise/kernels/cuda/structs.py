@@ -123,7 +123,7 @@ class Gathering(Structure):
     ]  # fmt: skip
 
 
-WORKSPACE = ("rows", "sums", "turns")
+WORKSPACE = ("rows", "sums", "turns", "done")
 
 
 @cache
@@ -138,7 +138,7 @@ def backward_launch_type(n_arrays: int) -> type[Structure]:
             *((name, c_void_p) for name in WORKSPACE),
             *((name, c_int32) for name in ("q_tiles", "offsets_apart")),
             ("next_item", c_void_p),
-            *((name, c_int32) for name in ("items", "section", "sections")),
+            *((name, c_int32) for name in ("items", "section", "sections", "heads", "share", "shares", "behind")),
         ]  # fmt: skip
 
     return BackwardLaunch

@@ -196,16 +196,16 @@ def _launch_sm90(
     numbers = hoppers.workspace(spec, shape, q_tiles)
     space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
     space["next_item"] = np.zeros(1, np.int32)
-    counts = marshal.backward_blocks(shape, by_key, by_query, MULTIPROCESSORS)
-    for rung, blocks in zip(rungs, counts, strict=True):
+    for number, rung in enumerate(rungs):
         text, full, held = _backward_of(rung, spec, shape, tile, views, by_key, copied=True)
         loaded = [View.of_numpy(x) for x in held]
         copied = marshal.backward_maps(views, shape.dtype, tile, text.table, loaded)
         maps = {name: bytes(x.simulated()) for name, x in copied.items()}
         at = int(by_query.numbers.ctypes.data)
-        made = marshal.backward_launch(full, shape, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)
+        made = marshal.backward_launch(full, shape, tile, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)
         for name, x in space.items():
             setattr(made, name, int(x.ctypes.data))
+        blocks = marshal.backward_blocks(made, shape, by_query, MULTIPROCESSORS)[number]
         _launch(text, made, blocks, order, seed)
 
 

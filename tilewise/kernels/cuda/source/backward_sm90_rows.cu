@@ -42,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(4 * TILE_Q) attention(const __grid_
         rows[TILE_Q + row] = -delta;
     }
     const int64 at = tile_of(launch, b, h, tile);
+    if (tile == 0 && h % params.group == 0 && threadIdx.x == 0) *done_of(launch, b, h / params.group) = 0;
     if (ORDERED) {
         if (threadIdx.x < TURNS) launch.turns[at * TURNS + threadIdx.x] = 0;
     } else {

@@ -18,6 +18,7 @@
 #include "sm90_backward.h"
 #include "sm90_table.h"
 #include "sm90_backward_producer.h"
+#include "sm90_backward_d_query.h"
 #include "sm90_backward_consumer.h"
 
 static_assert(Shared::END + 1024 == SHARED_BYTES, "as the host reckons it");

@@ -41,14 +41,38 @@ struct Launch {  // as in ../structs.py
     float* rows;  // of each query tile of each head: -lse, by which exponents are shifted, then -delta, with which d_p begins
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
     int* turns;  // of each of those, or of each half: how many key tiles were added
+    int* done;  // of each key head: how many storers have added all of a key tile's
     int q_tiles, offsets_apart;  // query tiles of all sequences; from one tile's offsets to the next one's, in both plans
     int* next_item;
-    int items, section, sections;  // as in sm90.h, of key tiles and key heads
+    int items, section, sections, heads;  // as in sm90.h, of key heads; items are key tiles, and shares of d_q
+    int share, shares, behind;  // query tiles of a share, shares of a key head; sections from its key tiles to its d_q
 };
 
 // A query tile of one head, in the count of all; `tile` counts those of all sequences.
 __device__ __forceinline__ int64 tile_of(const Launch& launch, int b, int h, int tile) {
     return (int64(b) * launch.backward.params.heads + h) * launch.q_tiles + tile;
+}
+
+// Of a key head: where it is counted which of its key tiles are done. Two storers tell of each.
+__device__ __forceinline__ int* done_of(const Launch& launch, int b, int hk) {
+    const Params& params = launch.backward.params;
+    return launch.done + b * (params.heads / params.group) + hk;
+}
+
+// What a block takes: a key tile of a key head, or a share of its d_q. The heads of a section take turns, their key tiles in
+// order; then comes d_q of a section before it, whose key tiles should be done by now, or, if it is the last, of all that
+// are left. The first sections have none before them: then there is nothing to do.
+struct Taken {
+    int head, number;
+    bool is_d_q;
+};
+__device__ __forceinline__ Taken taken_at(const Launch& launch, int index) {
+    const int tiles = launch.backward.params.tiles, section = launch.section;
+    const int number = min(index / (section * (tiles + launch.shares)), launch.sections - 1);
+    const int before = number * section, here = number == launch.sections - 1 ? launch.heads - before : section;
+    const int rest = index - before * (tiles + launch.shares), of_d_q = rest - here * tiles;
+    if (of_d_q < 0) return {before + rest % here, rest / here, false};
+    return {before - launch.behind * section + of_d_q / launch.shares, of_d_q % launch.shares, true};
 }
 
 // The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
@@ -143,9 +167,10 @@ struct Shared {
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
-    // A key tile: which one of which sequence and key head, and how many query tiles it meets; -1 if there are no more. There
-    // is room for the one at hand and for the next. The query tile at hand, of each stage of q. And of each stage of d_out,
+    // A key tile: which one of which sequence and key head, and how many query tiles it meets; -1 if there are no more. Or a
+    // share of d_q, that one of the key head's, with OF_D_Q for visits. There is room for the one at hand and for the next. The query tile at hand, of each stage of q. And of each stage of d_out,
     // where what is added to d_q goes, and after how many other key tiles'.
+    static constexpr int OF_D_Q = -1;
     struct Item {
         int j, sequence, b, hk, visits;
     };
@@ -210,7 +235,8 @@ struct Shared {
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: both warpgroups have written their d_s; a piece of d_q for a storer.
+    // Named barriers: both warpgroups have written their d_s; a piece of d_q for a storer; a warpgroup's d_q, as it is turned.
     static constexpr int D_S_WRITTEN = 1;
     static __device__ __forceinline__ int d_q_written(int storer, int piece) { return 2 + storer * 2 + piece; }
+    static __device__ __forceinline__ int turned(int warpgroup) { return 6 + warpgroup; }
 };

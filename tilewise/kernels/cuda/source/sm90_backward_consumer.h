@@ -299,24 +299,39 @@ template <class Kernel> struct Consumer : Kernel {
         while (true) {
             hw::mbarrier_wait(this->shared.k_full(), this->keys % 2);
             if (__shfl_sync(~0u, this->item().j, 0) < 0) return;
-            meet_queries(__shfl_sync(~0u, this->item().visits, 0));
-            const Shared::Item item = this->shared.copy_of_item(this->keys % 2);
-            __syncwarp();  // all lanes have read the item
-            this->arrive(this->shared.k_free());
-            this->keys++;
-            this->finish(item);
+            const int visits = __shfl_sync(~0u, this->item().visits, 0);
+            if (visits == Shared::OF_D_Q) {
+                pass_v();
+                DQuery(this->launch, this->shared, this->number).round(let_go());
+            } else {
+                meet_queries(visits);
+                this->finish(let_go());
+            }
         }
+    }
+    // The item, whose keys are not needed any more.
+    __device__ __forceinline__ Shared::Item let_go() {
+        const Shared::Item item = this->shared.copy_of_item(this->keys % 2);
+        __syncwarp();  // all lanes have read the item
+        this->arrive(this->shared.k_free());
+        this->keys++;
+        return item;
+    }
+    // Its place is not needed, or not any more.
+    __device__ __forceinline__ void pass_v() const {
+        await_v();
+        __syncwarp();  // all lanes know that it is there
+        this->arrive(this->shared.v_free());
+    }
+    __device__ __forceinline__ void await_v() const {
+        hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);
     }
     __device__ __forceinline__ void meet_queries(int visits) {
         clear(this->d_k);
         clear(this->d_v);
-        hw::mbarrier_wait(this->shared.v_full(), this->keys % 2);
+        if (visits == 0) return pass_v();  // none sees these keys
+        await_v();
         this->hold_v();
-        if (visits == 0) {  // none sees these keys
-            __syncwarp();  // all lanes know that v is there
-            this->arrive(this->shared.v_free());
-            return;
-        }
 #pragma unroll 1
         for (int i = 1; i < visits; i++) this->template step<false>();
         this->template step<true>();

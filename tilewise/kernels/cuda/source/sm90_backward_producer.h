@@ -42,6 +42,9 @@ struct Loader {
         clear_rows<ROWS, PARTS>(shared.memory + (to - shared.base), left, lane);
         hw::fence_async();
         __syncwarp();
+        tell_of(full);
+    }
+    __device__ __forceinline__ void tell_of(uint32 full) const {
         if (lane == 0) hw::mbarrier_arrive(full);
     }
 
@@ -55,11 +58,11 @@ struct Loader {
         }
         return __shfl_sync(~0u, index, 0);
     }
-    __device__ __forceinline__ Shared::Item item_of(int index) const {
-        const HeadAndTile at = in_turns(index, launch.items, params.tiles, launch.section, launch.sections);
-        const int heads_k = params.heads / params.group;
-        const int sequence = sequence_of_tile(params.sequences, params.n_sequences, at.tile);
-        return {at.tile - params.sequences[sequence].first_tile, sequence, at.head / heads_k, at.head % heads_k, 0};
+    __device__ __forceinline__ Shared::Item item_of(const Taken& at) const {
+        const int heads_k = params.heads / params.group, b = at.head / heads_k, hk = at.head % heads_k;
+        if (at.is_d_q) return {at.number, 0, b, hk, Shared::OF_D_Q};
+        const int sequence = sequence_of_tile(params.sequences, params.n_sequences, at.number);
+        return {at.number - params.sequences[sequence].first_tile, sequence, b, hk, 0};
     }
 
     // What scores of a query tile and a key tile read, if it is an array of queries and keys.
@@ -87,10 +90,18 @@ struct Loader {
     __device__ __forceinline__ void bring_keys_and_queries() {
         Ring<Q_STAGES> q_ring;
         q_ring.parity = 1;  // all places are free
-        for (;; items++) {
+        while (true) {
             const int index = next_index();
             if (index >= launch.items) break;
-            Shared::Item item = item_of(index);
+            const Taken taken = taken_at(launch, index);
+            if (taken.head < 0) continue;
+            Shared::Item item = item_of(taken);
+            if (taken.is_d_q) {
+                tell(item);
+                bring_nothing(shared.k_free(), shared.k_full());
+                items++;
+                continue;
+            }
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             item.visits = count_of(at);
             tell(item);
@@ -113,10 +124,15 @@ struct Loader {
                 q_ring.advance();
                 if (USES_TABLE) load_table(at, item);
             }
+            items++;
         }
         tell({-1, 0, 0, 0, 0});
-        wait_together(shared.k_free(), items % 2 ^ 1);
-        if (lane == 0) hw::mbarrier_arrive(shared.k_full());
+        bring_nothing(shared.k_free(), shared.k_full());
+    }
+    // To a place of keys, or of values: that the item is there is all there is to know.
+    __device__ __forceinline__ void bring_nothing(uint32 free, uint32 full) const {
+        wait_together(free, items % 2 ^ 1);
+        tell_of(full);
     }
     __device__ __forceinline__ void tell(const Shared::Item& item) const {
         const int place = items % 2;
@@ -146,6 +162,10 @@ struct Loader {
             if (item.j < 0) return;
             __syncwarp();  // all lanes have read the item
             if (lane == 0) hw::mbarrier_arrive(shared.item_free(items % 2));
+            if (item.visits == Shared::OF_D_Q) {
+                bring_nothing(shared.v_free(), shared.v_full());
+                continue;
+            }
             wait_together(shared.v_free(), items % 2 ^ 1);
             // 1 load v
             load_keys<O_PARTS>(shared.v(), &launch.v, shared.v_full(), item);
@@ -186,12 +206,15 @@ struct Storer {
         uint32 step = STORES_HALVES ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
         for (uint32 items = 0;; items++) {
             wait_together(shared.item_full(items % 2), items / 2 % 2);
-            const int j = shared.item(items % 2).j;
-            steps += shared.item(items % 2).visits;
-            if (j < 0) return;
+            const Shared::Item item = shared.copy_of_item(items % 2);
+            if (item.j < 0) return;
             __syncwarp();  // all lanes have read the item
             if (leads) hw::mbarrier_arrive(shared.item_free(items % 2));
+            if (item.visits == Shared::OF_D_Q) continue;
+            steps += item.visits;
             for (; int(steps - step) > 0; step += STORES_HALVES ? 1 : 2) add(step);
+            if (leads) tell_done(done_of(launch, item.b, item.hk));
+            __syncwarp();
         }
     }
     __device__ __forceinline__ void add(uint32 step) const {
@@ -214,7 +237,7 @@ struct Storer {
             }
             __syncwarp();
         }
-        if (ORDERED && leads) give_away(launch.turns + tile);
+        if (ORDERED && leads) tell_done(launch.turns + tile);
         __syncwarp();
     }
     __device__ __forceinline__ void add_piece(float* to, uint32 from, bool is_first) const {
@@ -231,11 +254,12 @@ struct Storer {
         hw::wait_for_number(turns, turn);
         hw::fence_async_global();
     }
-    // The next key tile's turn, when what the copy engine was told is in memory.
-    __device__ __forceinline__ void give_away(int* turns) const {
+    // One more of a number that others wait for, when what the copy engine was told is in memory: the next key tile's turn, or a
+    // key tile that is done.
+    __device__ __forceinline__ void tell_done(int* number) const {
         hw::bulk_wait_done<0>();
         hw::fence_async_global();
-        hw::add_release(turns, 1);
+        hw::add_release(number, 1);
     }
 };
 

@@ -1,0 +1,103 @@
+// d_q from its sums, by the consumers, when all key tiles of a head have added to them. Sums lie as threads held them: of a
+// query tile each warpgroup has a half, and each thread the numbers that it would hold as a consumer.
+#pragma once
+
+struct DQuery {
+    const Launch& launch;
+    const Shared& shared;
+    // Of the warpgroup; in it, of the thread. The compiler does not know them: what follows from them would be reckoned before
+    // the first key tile, and registers held for it all the time.
+    const int number, thread, warp = thread / 32, lane = thread % 32;
+
+    struct Tile {
+        int b, h, of_all, first_query;
+        const Sequence* sequence;
+        float held[HALF / 8][4];
+    };
+
+    __device__ __forceinline__ DQuery(const Launch& launch, const Shared& shared, int number)
+        : launch(launch), shared(shared), number(hw::anew(number)), thread(hw::anew(threadIdx.x) % 128) {}
+
+    // A share of the query tiles of all heads that have this key head. While one is stored the next is read.
+    __device__ __forceinline__ void round(const Shared::Item& item) {
+        const Params& params = launch.backward.params;
+        if (lane == 0) hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);
+        __syncwarp();
+        if (COLUMNS_DOWN) hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // nobody reads what is there
+        const int first = item.j * launch.share, last = min(first + launch.share, params.group * launch.q_tiles);
+        Tile even, odd;
+        read(even, item, first);
+#pragma unroll 1
+        for (int i = first; i < last; i += 2) {
+            read(odd, item, min(i + 1, last - 1));
+            store(even);
+            read(even, item, min(i + 2, last - 1));
+            store(odd);
+        }
+    }
+    // If the query tile met no key tile, nothing was stored.
+    __device__ __forceinline__ void read(Tile& tile, const Shared::Item& item, int i) const {
+        const Params& params = launch.backward.params;
+        tile.b = item.b;
+        const int q_tiles = hw::anew(launch.q_tiles);
+        tile.h = item.hk * params.group + i / q_tiles;
+        tile.of_all = i % q_tiles;
+        tile.sequence = launch.sequences + sequence_of_tile(launch.sequences, params.n_sequences, tile.of_all);
+        tile.first_query = (tile.of_all - tile.sequence->first_tile) * TILE_Q;
+        const int64 at = tile_of(launch, tile.b, tile.h, tile.of_all);
+        const bool any = !ORDERED || launch.turns[at * TURNS] > 0;
+        const float4* const sums = reinterpret_cast<const float4*>(launch.sums + (at * 2 + number) * (HALF_BYTES / 4)) + thread;
+#pragma unroll
+        for (int n = 0; n < HALF / 8; n++) {
+            const float4 x = any ? sums[n * 128] : make_float4(0, 0, 0, 0);
+            tile.held[n][0] = x.x;
+            tile.held[n][1] = x.y;
+            tile.held[n][2] = x.z;
+            tile.held[n][3] = x.w;
+        }
+    }
+    __device__ __forceinline__ void store(const Tile& tile) const {
+        if constexpr (COLUMNS_DOWN) store_turned(tile);
+        else store_rows(tile);
+    }
+    __device__ __forceinline__ Element* row(const Tile& tile, int query) const {
+        return row_of<Element>(launch.backward.d_q, tile.b, tile.h, tile.sequence->q_begin + tile.first_query + query);
+    }
+    static __device__ __forceinline__ bool is_inside(const Tile& tile, int query) {
+        return tile.first_query + query < tile.sequence->n_q;
+    }
+    __device__ __forceinline__ void store_rows(const Tile& tile) const {
+        const int column = HALVES_QUERIES ? 0 : number * HALF;
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++) {
+            const int query = (HALVES_QUERIES ? number * 64 : 0) + warp * 16 + lane / 4 + lower * 8;
+            store_row<HALF>(row(tile, query) + column, &tile.held[0][lower * 2], launch.backward.params.scale, lane % 4,
+                            is_inside(tile, query), D - column);
+        }
+    }
+    // Columns lie down, queries across: they are turned by way of the place of d_s, of which each warpgroup has the part where
+    // its own keys are.
+    __device__ __forceinline__ void store_turned(const Tile& tile) const {
+        const float scale = launch.backward.params.scale;
+        const uint32 part = shared.d_s(0) + number * TILE_Q * ROW_BYTES;  // 64 columns
+#pragma unroll
+        for (int n = 0; n < HALF / 8; n += 2) {
+            uint32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                words[i] = hw::packed<Element>(tile.held[n + i / 2][i % 2 * 2] * scale, tile.held[n + i / 2][i % 2 * 2 + 1] * scale);
+            const int query = n * 8 + lane / 16 * 8 + lane % 8, eight = warp * 2 + lane / 8 % 2;
+            hw::store_matrices_turned(part + place(query, eight), words);
+        }
+        hw::barrier_sync(Shared::turned(number), 128);
+        for (int i = thread; i < TILE_Q * 8; i += 128) {
+            const int query = i / 8, eight = i % 8, column = number * PART + eight * 8;
+            if (is_inside(tile, query) && column < D)
+                *reinterpret_cast<uint4*>(row(tile, query) + column) =
+                    *reinterpret_cast<const uint4*>(shared.memory + (part - shared.base) + place(query, eight));
+        }
+        hw::barrier_sync(Shared::turned(number), 128);
+    }
+    // Of eight columns of a query, swizzled as tiles are.
+    static __device__ __forceinline__ int place(int query, int eight) { return query * ROW_BYTES + (eight ^ query % 8) * 16; }
+};
