@@ -414,11 +414,11 @@ MISTAKES: dict[str, Mistake] = {
 
 # Where there is no order.
 UNORDERED: dict[str, Mistake] = {
-    "sums that do not begin at 0": Mistake(WRONG, "full", {"sums[i] = make_float4(0, 0, 0, 0)": "sums[i] = sums[i]"}),
-    "half of the sums begin at 0": Mistake(
-        WRONG, "whole tiles", {"i < 2 * HALF_BYTES / 16; i += 4": "i < HALF_BYTES / 16; i += 4"},
+    "sums added to before the first is there": Mistake(WRONG, "full", {TURN: "", **LAST_FIRST}),
+    "sums that are stored again": Mistake(WRONG, "full", {": min(turn_of(at), 1)": ": 0"}),
+    "a first sum of which nobody is told": Mistake(
+        "deadlock.*for another block", "full", {"(ORDERED || turn == 0) && leads": "ORDERED && leads"},
     ),
-    "a sum that is stored": Mistake(WRONG, "full", {"ORDERED ? turn_of(at) : 1": "ORDERED ? turn_of(at) : 0"}),
     # Storers are told a step later.
     "the storer of the step at hand is told": Mistake(
         "deadlock|more often", "full", {TELL_LATE: TELL_LATE.replace("steps - 1", "steps")},

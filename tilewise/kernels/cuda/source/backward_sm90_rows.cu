@@ -43,10 +43,5 @@ extern "C" __global__ void __launch_bounds__(4 * TILE_Q) attention(const __grid_
     }
     const int64 at = tile_of(launch, b, h, tile);
     if (tile == 0 && h % params.group == 0 && threadIdx.x == 0) *done_of(launch, b, h / params.group) = 0;
-    if (ORDERED) {
-        if (threadIdx.x < TURNS) launch.turns[at * TURNS + threadIdx.x] = 0;
-    } else {
-        float4* const sums = reinterpret_cast<float4*>(launch.sums + at * (2 * HALF_BYTES / 4));
-        for (int i = threadIdx.x; i < 2 * HALF_BYTES / 16; i += 4 * TILE_Q) sums[i] = make_float4(0, 0, 0, 0);
-    }
+    if (threadIdx.x < TURNS) launch.turns[at * TURNS + threadIdx.x] = 0;
 }

@@ -40,7 +40,7 @@ struct Launch {  // as in ../structs.py
     const Run* runs;
     float* rows;  // of each query tile of each head: -lse, by which exponents are shifted, then -delta, with which d_p begins
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
-    int* turns;  // of each of those, or of each half: how many key tiles were added
+    int* turns;  // of each of those, or of each half: how many key tiles were added; without an order, whether one was
     int* done;  // of each key head: how many storers have added all of a key tile's
     int q_tiles, offsets_apart;  // query tiles of all sequences; from one tile's offsets to the next one's, in both plans
     int* next_item;

@@ -45,7 +45,7 @@ struct DQuery {
         tile.sequence = launch.sequences + sequence_of_tile(launch.sequences, params.n_sequences, tile.of_all);
         tile.first_query = (tile.of_all - tile.sequence->first_tile) * TILE_Q;
         const int64 at = tile_of(launch, tile.b, tile.h, tile.of_all);
-        const bool any = !ORDERED || launch.turns[at * TURNS] > 0;
+        const bool any = launch.turns[at * TURNS] > 0;
         const float4* const sums = reinterpret_cast<const float4*>(launch.sums + (at * 2 + number) * (HALF_BYTES / 4)) + thread;
 #pragma unroll
         for (int n = 0; n < HALF / 8; n++) {
