@@ -56,6 +56,7 @@ template <int N> void registers_give_back(CALLED_FROM) { simulator::registers(N,
 template <int N> void registers_take(CALLED_FROM) { simulator::registers(N, true, where); }
 
 inline void tma_prefetch(const TensorMap*) {}
+inline void tma_prefetch_4d(const TensorMap*, int, int, int, int) {}
 inline void tma_load_3d(uint32 to, const TensorMap* map, uint32 bar, int x, int y, int z, CALLED_FROM) {
     const int at[] = {x, y, z};
     simulator::tma_load(to, map, bar, 3, at, where);

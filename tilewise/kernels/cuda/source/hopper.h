@@ -53,6 +53,11 @@ INLINE void tma_load_4d(uint32 to, const TensorMap* map, uint32 bar, int x, int 
         "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(w)
         : "memory");
 }
+// To the L2 cache: a hint that it will be loaded.
+INLINE void tma_prefetch_4d(const TensorMap* map, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
 INLINE void tma_store_3d(const TensorMap* map, uint32 from, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(from),
                  "r"(x), "r"(y), "r"(z)

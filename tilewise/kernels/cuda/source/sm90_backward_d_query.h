@@ -18,21 +18,26 @@ struct DQuery {
     __device__ __forceinline__ DQuery(const Launch& launch, const Shared& shared, int number)
         : launch(launch), shared(shared), number(hw::anew(number)), thread(hw::anew(threadIdx.x) % 128) {}
 
-    // A share of the query tiles of all heads that have this key head. While one is stored the next is read.
+    // Tiles that are read at a time: as many as registers hold, for the cache answers late.
+    static constexpr int AT_ONCE = HALF > 128 ? 1 : HALF > 64 ? 256 / HALF : 4;
+
+    // A share of the query tiles of all heads that have this key head. While one is stored the next ones are read.
     __device__ __forceinline__ void round(const Shared::Item& item) {
         const Params& params = launch.backward.params;
         if (lane == 0) hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);
         __syncwarp();
         if (COLUMNS_DOWN) hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // nobody reads what is there
         const int first = item.j * launch.share, last = min(first + launch.share, params.group * launch.q_tiles);
-        Tile even, odd;
-        read(even, item, first);
+        Tile tiles[AT_ONCE];
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) read(tiles[n], item, min(first + n, last - 1));
 #pragma unroll 1
-        for (int i = first; i < last; i += 2) {
-            read(odd, item, min(i + 1, last - 1));
-            store(even);
-            read(even, item, min(i + 2, last - 1));
-            store(odd);
+        for (int i = first; i < last; i += AT_ONCE) {
+#pragma unroll
+            for (int n = 0; n < AT_ONCE; n++) {
+                if (i + n < last) store(tiles[n]);
+                if (i + n + AT_ONCE < last) read(tiles[n], item, i + n + AT_ONCE);
+            }
         }
     }
     // If the query tile met no key tile, nothing was stored.

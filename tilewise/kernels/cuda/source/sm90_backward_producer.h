@@ -105,6 +105,7 @@ struct Loader {
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             item.visits = count_of(at);
             tell(item);
+            fetch_keys<K_PARTS>(&launch.k, item);
             bool is_met = at.next();
             wait_together(shared.k_free(), items % 2 ^ 1);
             // 1 load k
@@ -153,6 +154,13 @@ struct Loader {
         load<TILE_K, PARTS>(to, map, full, sequence.k_begin + first, item.hk, item.b, sequence.n_k - first);
     }
 
+    // To the L2 cache, while there is no room for them yet.
+    template <int PARTS> __device__ __forceinline__ void fetch_keys(const TensorMap* map, const Shared::Item& item) const {
+        if (lane < PARTS)
+            hw::tma_prefetch_4d(map, lane * PART, params.sequences[item.sequence].k_begin + item.j * TILE_K, item.hk, item.b);
+        __syncwarp();
+    }
+
     __device__ __forceinline__ void bring_values() {
         Ring<O_STAGES> o_ring;
         o_ring.parity = 1;
@@ -166,6 +174,7 @@ struct Loader {
                 bring_nothing(shared.v_free(), shared.v_full());
                 continue;
             }
+            fetch_keys<O_PARTS>(&launch.v, item);
             wait_together(shared.v_free(), items % 2 ^ 1);
             // 1 load v
             load_keys<O_PARTS>(shared.v(), &launch.v, shared.v_full(), item);
