@@ -87,6 +87,7 @@ template <class T> T __shfl_sync(unsigned lanes, T value, int from, CALLED_FROM)
     simulator::end_exchange();
     return value;
 }
+template <class T> T __ldg(const T* at) { return *at; }
 template <class T> T __shfl_xor_sync(unsigned lanes, T value, int mask, CALLED_FROM) {
     return __shfl_sync(lanes, value, lane_of_thread() ^ mask, where);
 }

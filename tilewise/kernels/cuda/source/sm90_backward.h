@@ -75,6 +75,7 @@ __device__ __forceinline__ Taken taken_at(const Launch& launch, int index) {
     return {before - launch.behind * section + of_d_q / launch.shares, of_d_q % launch.shares, true};
 }
 
+// Plans do not change while kernels follow them: they are read by __ldg, which may find them in the multiprocessor's own cache.
 // The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
 // same way, so that each comes to a query tile after those before it did.
 struct Visits {
@@ -91,13 +92,13 @@ struct Visits {
                 if (h == last_head) return false;
                 h++;
                 const int* offsets = offsets_of(launch.backward.params.sequences, launch.backward.params.offsets, j);
-                first_run = offsets[0];
-                run = offsets[1];
+                first_run = __ldg(offsets);
+                run = __ldg(offsets + 1);
             }
-            const Run now = launch.backward.params.runs[--run];
-            first = now.first;
-            tile = now.last;
-            kind = now.kind;
+            const Run* const now = launch.backward.params.runs + --run;
+            first = __ldg(&now->first);
+            tile = __ldg(&now->last);
+            kind = __ldg(&now->kind);
         }
         tile--;
         return true;
@@ -105,17 +106,18 @@ struct Visits {
     // Where a plan has the runs of a tile of this sequence and head.
     __device__ __forceinline__ const int* offsets_of(const Sequence* sequences, const int* offsets, int of) const {
         const Sequence& here = sequences[sequence];
-        const int64 at = here.offsets + int64(b) * here.offsets_batch + int64(h) * here.offsets_head + of;
+        const int64 at = __ldg(&here.offsets) + int64(b) * __ldg(&here.offsets_batch) +
+                         int64(h) * __ldg(&here.offsets_head) + of;
         return offsets + at * launch.offsets_apart;
     }
     __device__ __forceinline__ int first_query() const {
-        return launch.backward.params.sequences[sequence].q_begin + tile * TILE_Q;
+        return __ldg(&launch.backward.params.sequences[sequence].q_begin) + tile * TILE_Q;
     }
     __device__ __forceinline__ int queries_left() const {
-        return launch.backward.params.sequences[sequence].n_q - tile * TILE_Q;
+        return __ldg(&launch.backward.params.sequences[sequence].n_q) - tile * TILE_Q;
     }
     __device__ __forceinline__ int64 tile_of_all() const {
-        return tile_of(launch, b, h, launch.sequences[sequence].first_tile + tile);
+        return tile_of(launch, b, h, __ldg(&launch.sequences[sequence].first_tile) + tile);
     }
 };
 
@@ -132,9 +134,9 @@ __device__ __forceinline__ int count_of(Visits at) {
 __device__ __forceinline__ int turn_of(const Visits& at) {
     const int* offsets = at.offsets_of(at.launch.sequences, at.launch.offsets, at.tile);
     int before = 0;
-    for (int r = offsets[0]; r < offsets[1]; r++) {
-        const Run run = at.launch.runs[r];
-        before += max(min(at.j, run.last) - run.first, 0);
+    for (int r = __ldg(offsets); r < __ldg(offsets + 1); r++) {
+        const Run* const run = at.launch.runs + r;
+        before += max(min(at.j, __ldg(&run->last)) - __ldg(&run->first), 0);
     }
     return before;
 }

@@ -10,7 +10,7 @@ struct DQuery {
     const int number, thread, warp = thread / 32, lane = thread % 32;
 
     struct Tile {
-        int b, h, of_all, first_query;
+        int b, h, of_all, first_query, turns;
         const Sequence* sequence;
         float held[HALF / 8][4];
     };
@@ -40,7 +40,6 @@ struct DQuery {
             }
         }
     }
-    // If the query tile met no key tile, nothing was stored.
     __device__ __forceinline__ void read(Tile& tile, const Shared::Item& item, int i) const {
         const Params& params = launch.backward.params;
         tile.b = item.b;
@@ -50,18 +49,22 @@ struct DQuery {
         tile.sequence = launch.sequences + sequence_of_tile(launch.sequences, params.n_sequences, tile.of_all);
         tile.first_query = (tile.of_all - tile.sequence->first_tile) * TILE_Q;
         const int64 at = tile_of(launch, tile.b, tile.h, tile.of_all);
-        const bool any = launch.turns[at * TURNS] > 0;
+        tile.turns = launch.turns[at * TURNS];
         const float4* const sums = reinterpret_cast<const float4*>(launch.sums + (at * 2 + number) * (HALF_BYTES / 4)) + thread;
 #pragma unroll
         for (int n = 0; n < HALF / 8; n++) {
-            const float4 x = any ? sums[n * 128] : make_float4(0, 0, 0, 0);
+            const float4 x = sums[n * 128];
             tile.held[n][0] = x.x;
             tile.held[n][1] = x.y;
             tile.held[n][2] = x.z;
             tile.held[n][3] = x.w;
         }
     }
-    __device__ __forceinline__ void store(const Tile& tile) const {
+    // If the query tile met no key tile, nothing was stored, and what was read is anything.
+    __device__ __forceinline__ void store(Tile& tile) const {
+        if (tile.turns == 0)
+#pragma unroll
+            for (int i = 0; i < HALF / 2; i++) tile.held[i / 4][i % 4] = 0;
         if constexpr (COLUMNS_DOWN) store_turned(tile);
         else store_rows(tile);
     }

@@ -2,13 +2,20 @@
 // freed their places, and two hand it what they add to d_q.
 #pragma once
 
-// Where a query tile is, looked up before there is room for it: each number is a way to memory and back.
-struct Place {
+// Where tiles are, looked up before there is room for them: each number is a way to memory and back.
+struct QueryPlace {
     int first_query, left;
     const float* rows;
 
-    __device__ __forceinline__ explicit Place(const Visits& at)
+    __device__ __forceinline__ explicit QueryPlace(const Visits& at)
         : first_query(at.first_query()), left(at.queries_left()), rows(at.launch.rows + at.tile_of_all() * (2 * TILE_Q)) {}
+};
+struct KeyPlace {
+    int first_key, left;
+
+    __device__ __forceinline__ KeyPlace(const Params& params, const Shared::Item& item)
+        : first_key(__ldg(&params.sequences[item.sequence].k_begin) + item.j * TILE_K),
+          left(__ldg(&params.sequences[item.sequence].n_k) - item.j * TILE_K) {}
 };
 
 // A warp that has the copy engine bring tiles: one takes items and brings k, q and what exponents are shifted by, the other v,
@@ -105,14 +112,15 @@ struct Loader {
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             item.visits = count_of(at);
             tell(item);
-            fetch_keys<K_PARTS>(&launch.k, item);
+            const KeyPlace keys(params, item);
+            fetch_keys<K_PARTS>(&launch.k, keys, item);
             bool is_met = at.next();
+            QueryPlace place(at);
             wait_together(shared.k_free(), items % 2 ^ 1);
             // 1 load k
-            load_keys<K_PARTS>(shared.k(), &launch.k, shared.k_full(), item);
+            load<TILE_K, K_PARTS>(shared.k(), &launch.k, shared.k_full(), keys.first_key, item.hk, item.b, keys.left);
             // for each q tile of the schedule: q
-            for (; is_met; is_met = at.next()) {
-                const Place place(at);
+            while (is_met) {
                 wait_together(shared.q_free(q_ring.stage), q_ring.parity);
                 volatile Shared::Meeting& meeting = shared.meeting(q_ring.stage);
                 if (lane == 0) {
@@ -124,6 +132,8 @@ struct Loader {
                                       at.b, place.left, place.rows, shared.shift(q_ring.stage));
                 q_ring.advance();
                 if (USES_TABLE) load_table(at, item);
+                is_met = at.next();
+                place = QueryPlace(at);
             }
             items++;
         }
@@ -147,17 +157,10 @@ struct Loader {
         told.visits = item.visits;
         hw::mbarrier_arrive(shared.item_full(place));
     }
-    template <int PARTS>
-    __device__ __forceinline__ void load_keys(uint32 to, const TensorMap* map, uint32 full, const Shared::Item& item) {
-        const Sequence& sequence = params.sequences[item.sequence];
-        const int first = item.j * TILE_K;
-        load<TILE_K, PARTS>(to, map, full, sequence.k_begin + first, item.hk, item.b, sequence.n_k - first);
-    }
-
     // To the L2 cache, while there is no room for them yet.
-    template <int PARTS> __device__ __forceinline__ void fetch_keys(const TensorMap* map, const Shared::Item& item) const {
-        if (lane < PARTS)
-            hw::tma_prefetch_4d(map, lane * PART, params.sequences[item.sequence].k_begin + item.j * TILE_K, item.hk, item.b);
+    template <int PARTS>
+    __device__ __forceinline__ void fetch_keys(const TensorMap* map, const KeyPlace& keys, const Shared::Item& item) const {
+        if (lane < PARTS) hw::tma_prefetch_4d(map, lane * PART, keys.first_key, item.hk, item.b);
         __syncwarp();
     }
 
@@ -174,14 +177,16 @@ struct Loader {
                 bring_nothing(shared.v_free(), shared.v_full());
                 continue;
             }
-            fetch_keys<O_PARTS>(&launch.v, item);
+            const KeyPlace keys(params, item);
+            fetch_keys<O_PARTS>(&launch.v, keys, item);
+            Visits at(launch, item.sequence, item.b, item.hk, item.j);
+            bool is_met = at.next();
+            QueryPlace place(at);
             wait_together(shared.v_free(), items % 2 ^ 1);
             // 1 load v
-            load_keys<O_PARTS>(shared.v(), &launch.v, shared.v_full(), item);
+            load<TILE_K, O_PARTS>(shared.v(), &launch.v, shared.v_full(), keys.first_key, item.hk, item.b, keys.left);
             // for each q tile of the schedule: d_out
-            Visits at(launch, item.sequence, item.b, item.hk, item.j);
-            while (at.next()) {
-                const Place place(at);
+            while (is_met) {
                 const int64 tile = at.tile_of_all();
                 const int turn = ORDERED ? turn_of(at) : min(turn_of(at), 1);
                 wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);
@@ -193,6 +198,8 @@ struct Loader {
                                       place.first_query, at.h, at.b, place.left, place.rows + TILE_Q,
                                       shared.delta(o_ring.stage));
                 o_ring.advance();
+                is_met = at.next();
+                place = QueryPlace(at);
             }
         }
     }
