@@ -61,7 +61,10 @@ WRITE_D_S = "        write_turned(d_s_tile(), d_s);\n"
 MEET_OTHER = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
 TELL_LATE = "        if (TELLS_LATE && owes) tell_of(steps - 1);\n"
 MEET_ITSELF = "        hw::barrier_sync(Shared::D_S_WRITTEN + 6 * number, 128);\n"
-MEET_TURNED = "        hw::barrier_sync(Shared::turned(number), 128);\n"
+MEET_TURNED = "        hw::barrier_sync(Shared::to_store(number), 128);\n"
+MEET_AT_THE_END = (
+    "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // both have multiplied all d_s: its places are free\n"
+)
 UNMET = f"{UNFENCED}|{ISSUED}"
 FENCE_D_Q = "        hw::fence_async();\n        tell_of(step);\n"
 HAND_OVER = "        if (TELLS_LATE) owes = true;\n        else hand_over(steps);\n"
@@ -110,7 +113,10 @@ MISTAKES: dict[str, Mistake] = {
         UNFENCED, "packed", {"hw::fence_async();\n        __syncwarp();": "__syncwarp();"},
     ),
     "the parity of tails": Mistake("more often", "packed", {"tails++ % 2": "tails % 2"}),
-    "keys of another sequence": Mistake(WRONG, "packed", {"sequence.k_begin + key + half * 8": "key + half * 8"}),
+    "keys of another sequence": Mistake(WRONG, "packed", {"item.hk, item.first_key + key)": "item.hk, key)"}),
+    "keys of the next sequence": Mistake(
+        WRONG, "packed", {"params.n_sequences > 1 && item.left": "false && item.left"},
+    ),
     "queries of another sequence": Mistake(
         WRONG, "packed", {"tile.sequence->q_begin + tile.first_query + query": "tile.first_query + query"},
     ),
@@ -218,13 +224,13 @@ MISTAKES: dict[str, Mistake] = {
         "deadlock.*for another block", "full", {"tell_done(launch.turns + tile);": "{}"},
     ),
     "a turn too late": Mistake(
-        "deadlock.*for another block", "full", {"min(at.j, run.last)": "min(at.j + 1, run.last)"},
+        "deadlock.*for another block", "full", {"min(at.j, __ldg(&run->last))": "min(at.j + 1, __ldg(&run->last))"},
     ),
     "a turn too late after tiles that are skipped": Mistake(
-        "deadlock.*for another block", "window", {"min(at.j, run.last) - run.first": "min(at.j, run.last)"},
+        "deadlock.*for another block", "window", {" - __ldg(&run->first), 0": ", 0"},
     ),
-    "plans of another head": Mistake(WRONG, "heads differ", {"int64(h) * here.offsets_head": "0"}),
-    "plans of another batch": Mistake(WRONG, "heads differ", {"int64(b) * here.offsets_batch": "0"}),
+    "plans of another head": Mistake(WRONG, "heads differ", {"int64(h) * __ldg(&here.offsets_head)": "0"}),
+    "plans of another batch": Mistake(WRONG, "heads differ", {"int64(b) * __ldg(&here.offsets_batch)": "0"}),
     "turns that do not begin at 0": Mistake(
         "deadlock.*for another block", "full",
         {"if (threadIdx.x < TURNS)": "if (threadIdx.x < TURNS && tile == 0)"},
@@ -232,7 +238,7 @@ MISTAKES: dict[str, Mistake] = {
     "a first turn that adds": Mistake(WRONG, "full", {"piece), turn == 0);": "piece), turn < 0);"}),
     "turns that only store": Mistake(WRONG, "full", {"piece), turn == 0);": "piece), turn >= 0);"}),
     "sums of a query tile that met none": Mistake(
-        WRONG, "tiles that meet none", {"launch.turns[at * TURNS] > 0;": "true;"},
+        WRONG, "tiles that meet none", {"if (tile.turns == 0)": "if (tile.turns < 0)"},
     ),
     # d_q from its sums.
     "d_q of which the last sums are missing": Mistake(WRONG, "full", {AWAIT_DONE: ""}),
@@ -250,6 +256,24 @@ MISTAKES: dict[str, Mistake] = {
     "d_q of another head": Mistake(
         WRONG, "grouped", {"item.hk * params.group + i / q_tiles": "item.hk * params.group"},
     ),
+    # d_k and d_v by the copy engine.
+    "d_k and d_v written over d_s that the other warpgroup multiplies": Mistake(
+        f"{UNFENCED}|{ISSUED}", "d 128", {MEET_AT_THE_END: ""},
+    ),
+    "no fence after d_k": Mistake(UNFENCED, "d 128", {f"        hw::fence_async();\n    {MEET_TURNED}": MEET_TURNED}),
+    "d_k stored before all have written it": Mistake(
+        f"{WRONG}|{UNFENCED}", "d 128", {f"hw::fence_async();\n    {MEET_TURNED}": "hw::fence_async();\n"},
+    ),
+    "d_k written over d_v that is not stored": Mistake(
+        f"{WRONG}|{UNFENCED}", "d 128", {"            if (BEFORE + part >= PLACES) await_stores<PLACES - 1>();\n": ""},
+    ),
+    "d_s written over d_k that is not stored": Mistake(
+        f"{WRONG}|{UNFENCED}", "grouped", {"            this->settle();\n": ""},
+    ),
+    "d_k of the other keys": Mistake(
+        WRONG, "d 128", {"item.first_key + first_of_64(), item.hk": "item.first_key + 64 - first_of_64(), item.hk"},
+    ),
+    "the same columns of d_k twice": Mistake(WRONG, "d 128", {"from, part * PART, item": "from, 0, item"}),
     # Products.
     "wrong swizzle of d_s": Mistake(WRONG, "full", {"^ query % 8) * 16;\n#": "^ query % 4) * 16;\n#"}),
     "wrong step along d_s": Mistake(
@@ -354,15 +378,15 @@ MISTAKES: dict[str, Mistake] = {
     "d_p that begins with what was there": Mistake(
         WRONG, "full", {"multiply_rows<COLUMNS, WIDE, HELD>": "multiply_rows<COLUMNS, true, HELD>"},
     ),
-    "delta of half of the columns": Mistake(WRONG, "whole tiles", {"delta += __shfl_xor_sync(~0u, delta, 2);": ""}),
-    "d_lse added": Mistake(WRONG, "full", {"delta -= *row_of": "delta += *row_of"}),
+    "delta of half of the columns": Mistake(WRONG, "whole tiles", {"apart < LANES; apart": "apart < LANES / 2; apart"}),
+    "d_lse added": Mistake(WRONG, "full", {"delta[pass] -= *row_of": "delta[pass] += *row_of"}),
     "no slope": Mistake(
         WRONG, "a slope", {"s[i] *= variant::slope(params, head, row, key, near, plain[i]);": "s[i] *= 1;"},
     ),
     "a slope of scores without scale": Mistake(
         WRONG, "a slope", {"plain[i] = s[i] * params.scale;": "plain[i] = s[i];"},
     ),
-    "no scale of d_k": Mistake(WRONG, "full", {"d_k, 0, D, item, params.scale": "d_k, 0, D, item, 1.0f"}),
+    "no scale of d_k": Mistake(WRONG, "full", {"&launch.d_k, d_k, item, params.scale": "&launch.d_k, d_k, item, 1.0f"}),
     "no scale of d_q": Mistake(
         WRONG, "full", {"&tile.held[0][lower * 2], launch.backward.params.scale": "&tile.held[0][lower * 2], 1.0f"},
     ),
@@ -402,12 +426,12 @@ MISTAKES: dict[str, Mistake] = {
         {"last_head(h + launch.backward.params.group)": "last_head(h + launch.backward.params.group - 1)"},
     ),
     "the last run only": Mistake(
-        WRONG, "runs", {"first_run = offsets[0];": "first_run = offsets[1] - 1;"},
+        WRONG, "runs", {"first_run = __ldg(offsets);": "first_run = __ldg(offsets + 1) - 1;"},
     ),
     "a visit too few": Mistake("deadlock", "full", {"at.tile + 1 - at.first": "at.tile - at.first"}),
     "keys of another head": Mistake(
         WRONG, "tiles that meet none",
-        {"map, full, sequence.k_begin + first, item.hk": "map, full, sequence.k_begin + first, 0"},
+        {"shared.k_full(), item.first_key, item.hk": "shared.k_full(), item.first_key, 0"},
     ),
 }  # fmt: skip
 

@@ -252,10 +252,11 @@ def sums(full: Any, view: View, told: dict[str, int]) -> Structure:
 
 
 def backward_maps(
-    views: dict[str, View], dtype: str, tile: Tile, table: Table | None, loaded: Sequence[View]
-) -> dict[str, TensorMap]:
-    """What the copy engine brings to Hopper's kernels of a backward pass. loaded: as Params has them."""
-    return tensor_maps({name: views[name] for name in structs.BACKWARD_OPERANDS}, dtype, tile, table, loaded)
+    views: dict[str, View], dtype: str, tile: Tile, table: Table | None, loaded: Sequence[View],
+    names: Sequence[str] = structs.BACKWARD_OPERANDS,
+) -> dict[str, TensorMap]:  # fmt: skip
+    """What the copy engine brings to Hopper's kernels of a backward pass, or stores. loaded: as Params has them."""
+    return tensor_maps({name: views[name] for name in names}, dtype, tile, table, loaded)
 
 
 def sums_launch(made: Any, maps: dict[str, bytes]) -> Structure:
@@ -417,11 +418,12 @@ def _backward_sections(shape: Shape, by_key: Tables, at_once: int, ordered: bool
 def tensor_maps(
     operands: dict[str, View], dtype: str, tile: Tile, table: Table | None = None, loaded: Sequence[View] = ()
 ) -> dict[str, TensorMap]:
-    """q, k, v and d_out, those that there are, as TMA loads them: (d, n, heads, batch), a part of a tile's columns.
+    """q, k, v and d_out, those that there are, as TMA loads them: (d, n, heads, batch), a part of a tile's columns. And
+    d_k and d_v, as a warpgroup has it store them.
 
     table: an array among those that the variant loads of which tiles come along: (keys, queries, other, other).
     """
-    rows = {"q": tile.q, "k": tile.k, "v": tile.k, "d_out": tile.q}
+    rows = {"q": tile.q, "k": tile.k, "v": tile.k, "d_out": tile.q, "d_k": WARPGROUP_ROWS, "d_v": WARPGROUP_ROWS}
     maps = {name: _tensor_map(operands[name], dtype, count) for name, count in rows.items() if name in operands}
     if table is not None:
         maps["table"] = _table_map(loaded[table.slot], table, tile)

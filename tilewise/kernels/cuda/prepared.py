@@ -192,7 +192,8 @@ def prepare_backward_sm90(
     for number, rung in enumerate(rungs):
         source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers, copied=copied)
         in_order = [loaded[order.index(i)] for i in range(len(order))]
-        described = marshal.backward_maps(views, shape.dtype, tile, source.table, in_order)
+        names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
+        described = marshal.backward_maps(views, shape.dtype, tile, source.table, in_order, names)
         maps = {name: x.encoded() for name, x in described.items()}
         at = numbers_by_query.data_ptr()
         launch = marshal.backward_launch(full, shape, tile, by_key, by_query, at, maps, at_once, hoppers.ordered)
@@ -204,7 +205,8 @@ def prepare_backward_sm90(
         inner, kind = type(launch).backward.offset, type(full)
         further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
         further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
-        mapped = [0, 1, 2, len(OPERANDS) + len(order)]  # q, k, v and d_out
+        first = len(OPERANDS) + len(order)
+        mapped = [0, 1, 2, *(first + structs.BACKWARD_ARRAYS.index(name) for name in names[3:])]
         mapped += [] if source.table is None else [len(OPERANDS) + order.index(source.table.slot)]
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = [numbers, numbers_by_query]

@@ -199,7 +199,8 @@ def _launch_sm90(
     for number, rung in enumerate(rungs):
         text, full, held = _backward_of(rung, spec, shape, tile, views, by_key, copied=True)
         loaded = [View.of_numpy(x) for x in held]
-        copied = marshal.backward_maps(views, shape.dtype, tile, text.table, loaded)
+        names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
+        copied = marshal.backward_maps(views, shape.dtype, tile, text.table, loaded, names)
         maps = {name: bytes(x.simulated()) for name, x in copied.items()}
         at = int(by_query.numbers.ctypes.data)
         made = marshal.backward_launch(full, shape, tile, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)

@@ -91,9 +91,49 @@ struct Narrow : Scores {
     __device__ __forceinline__ void finish(const Shared::Item& item) {
         if (owes) hand_over(steps - 1);
         owes = false;
-        store(launch.backward.d_k, d_k, 0, D, item, params.scale);
-        store(launch.backward.d_v, d_v, 0, D_V, item, 1.0f);
+        hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // both have multiplied all d_s: its places are free
+        if (params.n_sequences > 1 && item.left < first_of_64() + 64) {  // the next sequence's keys follow
+            store(launch.backward.d_k, d_k, 0, D, item, params.scale);
+            store(launch.backward.d_v, d_v, 0, D_V, item, 1.0f);
+        } else {
+            store_parts<0, COLUMNS>(&launch.d_v, d_v, item, 1.0f);
+            store_parts<ceil_div(COLUMNS, PART), DEPTH>(&launch.d_k, d_k, item, params.scale);
+        }
     }
+    // By the copy engine, 64 columns at a time, by way of the places of d_s: of each a warpgroup has the part where its own keys
+    // are. What comes after BEFORE others may have to wait for a place.
+    static constexpr int IN_ONE = TILE_Q / 64, PLACES = S_STAGES * IN_ONE;
+    template <int BEFORE, int N>
+    __device__ __forceinline__ void store_parts(const TensorMap* to, const float (&sums)[N / 2], const Shared::Item& item,
+                                                float scale) const {
+#pragma unroll
+        for (int part = 0; part < ceil_div(N, PART); part++) {
+            const int place = (BEFORE + part) % PLACES;
+            const uint32 from = shared.d_s(place / IN_ONE) + (number * TILE_Q + place % IN_ONE * 64) * ROW_BYTES;
+            if (BEFORE + part >= PLACES) await_stores<PLACES - 1>();
+            write_part(from, sums, part, N, scale);
+            hw::fence_async();
+            hw::barrier_sync(Shared::to_store(number), 128);
+            if (threadIdx.x % 128 == 0) {
+                hw::tma_store_4d(to, from, part * PART, item.first_key + first_of_64(), item.hk, item.b);
+                hw::tma_store_commit();
+            }
+        }
+    }
+    template <int N>
+    __device__ __forceinline__ void write_part(uint32 to, const float (&sums)[N], int part, int columns, float scale) const {
+        const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int k = part * 4; k < part * 4 + 4 && k * 16 < columns; k++) {
+            uint32 words[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                words[i] = hw::packed<Element>(sums[8 * k + 2 * i] * scale, sums[8 * k + 2 * i + 1] * scale);
+            hw::store_matrices(to + row * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ row % 8) * 16, words);
+        }
+    }
+    // Before anything is written to the places of d_s again.
+    __device__ __forceinline__ void settle() const { await_stores<0>(); }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Launch launch) {

@@ -87,6 +87,7 @@ struct Wide : Scores {
         hand_over_d_q(1);
         next_step();
     }
+    __device__ __forceinline__ void settle() const {}  // what it stores it holds in registers
     __device__ __forceinline__ void finish(const Shared::Item& item) const {
         store(launch.backward.d_k, d_k, number * HALF, D, item, params.scale);
         store(launch.backward.d_v, d_v, number * V_HALF, D_V, item, 1.0f);

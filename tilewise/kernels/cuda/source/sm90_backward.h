@@ -33,7 +33,7 @@ constexpr int TURNS = STORES_HALVES ? 2 : 1;  // of each query tile: halves have
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Launch {  // as in ../structs.py
-    TensorMap q, k, v, d_out, table;
+    TensorMap q, k, v, d_out, d_k, d_v, table;
     Backward backward;  // its plan is by keys
     const Sequence* sequences;  // the same plan by queries
     const int* offsets;
@@ -169,12 +169,13 @@ struct Shared {
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
-    // A key tile: which one of which sequence and key head, and how many query tiles it meets; -1 if there are no more. Or a
-    // share of d_q, that one of the key head's, with OF_D_Q for visits. There is room for the one at hand and for the next. The query tile at hand, of each stage of q. And of each stage of d_out,
+    // A key tile: which one of which sequence and key head, how many query tiles it meets, which key of all is its first, and
+    // how many are left from there on; -1 if there are no more. Or a share of d_q, that one of the key head's, with OF_D_Q for
+    // visits. There is room for the one at hand and for the next. The query tile at hand, of each stage of q. And of each stage of d_out,
     // where what is added to d_q goes, and after how many other key tiles'.
     static constexpr int OF_D_Q = -1;
     struct Item {
-        int j, sequence, b, hk, visits;
+        int j, sequence, b, hk, visits, first_key, left;
     };
     struct Meeting {
         int tile, h, kind, unused;
@@ -190,7 +191,7 @@ struct Shared {
     }
     __device__ __forceinline__ Item copy_of_item(int place) const {
         const volatile Item& at = item(place);
-        return {at.j, at.sequence, at.b, at.hk, at.visits};
+        return {at.j, at.sequence, at.b, at.hk, at.visits, at.first_key, at.left};
     }
     __device__ __forceinline__ volatile Meeting& meeting(int stage) const {
         return reinterpret_cast<volatile Meeting*>(memory + MEETING)[stage];
@@ -237,8 +238,9 @@ struct Shared {
         hw::fence_mbarrier_init();
     }
 
-    // Named barriers: both warpgroups have written their d_s; a piece of d_q for a storer; a warpgroup's d_q, as it is turned.
+    // Named barriers: both warpgroups have written their d_s; a piece of d_q for a storer; what a warpgroup stores by way of
+    // shared memory.
     static constexpr int D_S_WRITTEN = 1;
     static __device__ __forceinline__ int d_q_written(int storer, int piece) { return 2 + storer * 2 + piece; }
-    static __device__ __forceinline__ int turned(int warpgroup) { return 6 + warpgroup; }
+    static __device__ __forceinline__ int to_store(int warpgroup) { return 6 + warpgroup; }
 };

@@ -280,14 +280,17 @@ struct Scores {
     template <int N>
     __device__ __forceinline__ void store(const Array& to, const float (&sums)[N], int column, int width,
                                           const Shared::Item& item, float scale) const {
-        const Sequence& sequence = params.sequences[item.sequence];
-        const int quarter = lane % 4, key = item.j * TILE_K + first_key();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const bool inside = key + half * 8 < sequence.n_k;
-            Element* row = row_of<Element>(to, item.b, item.hk, sequence.k_begin + key + half * 8);
-            store_row<2 * N>(row + column, &sums[half * 2], scale, quarter, inside, width - column);
+            const int key = first_key() + half * 8;
+            Element* row = row_of<Element>(to, item.b, item.hk, item.first_key + key);
+            store_row<2 * N>(row + column, &sums[half * 2], scale, lane % 4, key < item.left, width - column);
         }
+    }
+    // Until what the warpgroup has the copy engine store is read. All know it then.
+    template <int LATER> __device__ __forceinline__ void await_stores() const {
+        if (threadIdx.x % 128 == 0) hw::tma_store_wait<LATER>();
+        hw::barrier_sync(Shared::to_store(number), 128);
     }
 };
 
@@ -298,6 +301,7 @@ template <class Kernel> struct Consumer : Kernel {
     __device__ __forceinline__ void run() {
         while (true) {
             hw::mbarrier_wait(this->shared.k_full(), this->keys % 2);
+            this->settle();
             if (__shfl_sync(~0u, this->item().j, 0) < 0) return;
             const int visits = __shfl_sync(~0u, this->item().visits, 0);
             if (visits == Shared::OF_D_Q) {

@@ -97,14 +97,14 @@ struct DQuery {
             const int query = n * 8 + lane / 16 * 8 + lane % 8, eight = warp * 2 + lane / 8 % 2;
             hw::store_matrices_turned(part + place(query, eight), words);
         }
-        hw::barrier_sync(Shared::turned(number), 128);
+        hw::barrier_sync(Shared::to_store(number), 128);
         for (int i = thread; i < TILE_Q * 8; i += 128) {
             const int query = i / 8, eight = i % 8, column = number * PART + eight * 8;
             if (is_inside(tile, query) && column < D)
                 *reinterpret_cast<uint4*>(row(tile, query) + column) =
                     *reinterpret_cast<const uint4*>(shared.memory + (part - shared.base) + place(query, eight));
         }
-        hw::barrier_sync(Shared::turned(number), 128);
+        hw::barrier_sync(Shared::to_store(number), 128);
     }
     // Of eight columns of a query, swizzled as tiles are.
     static __device__ __forceinline__ int place(int query, int eight) { return query * ROW_BYTES + (eight ^ query % 8) * 16; }

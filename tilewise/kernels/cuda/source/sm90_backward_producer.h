@@ -10,13 +10,6 @@ struct QueryPlace {
     __device__ __forceinline__ explicit QueryPlace(const Visits& at)
         : first_query(at.first_query()), left(at.queries_left()), rows(at.launch.rows + at.tile_of_all() * (2 * TILE_Q)) {}
 };
-struct KeyPlace {
-    int first_key, left;
-
-    __device__ __forceinline__ KeyPlace(const Params& params, const Shared::Item& item)
-        : first_key(__ldg(&params.sequences[item.sequence].k_begin) + item.j * TILE_K),
-          left(__ldg(&params.sequences[item.sequence].n_k) - item.j * TILE_K) {}
-};
 
 // A warp that has the copy engine bring tiles: one takes items and brings k, q and what exponents are shifted by, the other v,
 // d_out and what d_p begins with.
@@ -67,9 +60,11 @@ struct Loader {
     }
     __device__ __forceinline__ Shared::Item item_of(const Taken& at) const {
         const int heads_k = params.heads / params.group, b = at.head / heads_k, hk = at.head % heads_k;
-        if (at.is_d_q) return {at.number, 0, b, hk, Shared::OF_D_Q};
-        const int sequence = sequence_of_tile(params.sequences, params.n_sequences, at.number);
-        return {at.number - params.sequences[sequence].first_tile, sequence, b, hk, 0};
+        if (at.is_d_q) return {at.number, 0, b, hk, Shared::OF_D_Q, 0, 0};
+        const int number = sequence_of_tile(params.sequences, params.n_sequences, at.number);
+        const Sequence& sequence = params.sequences[number];
+        const int j = at.number - __ldg(&sequence.first_tile), first = j * TILE_K;
+        return {j, number, b, hk, 0, __ldg(&sequence.k_begin) + first, __ldg(&sequence.n_k) - first};
     }
 
     // What scores of a query tile and a key tile read, if it is an array of queries and keys.
@@ -112,13 +107,12 @@ struct Loader {
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             item.visits = count_of(at);
             tell(item);
-            const KeyPlace keys(params, item);
-            fetch_keys<K_PARTS>(&launch.k, keys, item);
+            fetch_keys<K_PARTS>(&launch.k, item);
             bool is_met = at.next();
             QueryPlace place(at);
             wait_together(shared.k_free(), items % 2 ^ 1);
             // 1 load k
-            load<TILE_K, K_PARTS>(shared.k(), &launch.k, shared.k_full(), keys.first_key, item.hk, item.b, keys.left);
+            load<TILE_K, K_PARTS>(shared.k(), &launch.k, shared.k_full(), item.first_key, item.hk, item.b, item.left);
             // for each q tile of the schedule: q
             while (is_met) {
                 wait_together(shared.q_free(q_ring.stage), q_ring.parity);
@@ -137,7 +131,7 @@ struct Loader {
             }
             items++;
         }
-        tell({-1, 0, 0, 0, 0});
+        tell({-1, 0, 0, 0, 0, 0, 0});
         bring_nothing(shared.k_free(), shared.k_full());
     }
     // To a place of keys, or of values: that the item is there is all there is to know.
@@ -155,12 +149,13 @@ struct Loader {
         told.b = item.b;
         told.hk = item.hk;
         told.visits = item.visits;
+        told.first_key = item.first_key;
+        told.left = item.left;
         hw::mbarrier_arrive(shared.item_full(place));
     }
     // To the L2 cache, while there is no room for them yet.
-    template <int PARTS>
-    __device__ __forceinline__ void fetch_keys(const TensorMap* map, const KeyPlace& keys, const Shared::Item& item) const {
-        if (lane < PARTS) hw::tma_prefetch_4d(map, lane * PART, keys.first_key, item.hk, item.b);
+    template <int PARTS> __device__ __forceinline__ void fetch_keys(const TensorMap* map, const Shared::Item& item) const {
+        if (lane < PARTS) hw::tma_prefetch_4d(map, lane * PART, item.first_key, item.hk, item.b);
         __syncwarp();
     }
 
@@ -177,14 +172,13 @@ struct Loader {
                 bring_nothing(shared.v_free(), shared.v_full());
                 continue;
             }
-            const KeyPlace keys(params, item);
-            fetch_keys<O_PARTS>(&launch.v, keys, item);
+            fetch_keys<O_PARTS>(&launch.v, item);
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             bool is_met = at.next();
             QueryPlace place(at);
             wait_together(shared.v_free(), items % 2 ^ 1);
             // 1 load v
-            load<TILE_K, O_PARTS>(shared.v(), &launch.v, shared.v_full(), keys.first_key, item.hk, item.b, keys.left);
+            load<TILE_K, O_PARTS>(shared.v(), &launch.v, shared.v_full(), item.first_key, item.hk, item.b, item.left);
             // for each q tile of the schedule: d_out
             while (is_met) {
                 const int64 tile = at.tile_of_all();
