@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -232,6 +233,17 @@ def test_what_a_kernel_depends_on_is_in_its_name() -> None:
     assert again.name("sm_80", RUNTIME) == kernels[0].name("sm_80", RUNTIME)
     other = _wanted("forward_sm90", "bfloat16", 128, tw.causal(), tw.bias(np.ones((1, 4, 12, 12), np.float32)))
     assert other == KERNELS["sm90, bias"][1], "new arrays of the same kind compile nothing"
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["warp_idx", "PipelineTmaAsync", "make_smem_layout_atom", "make_tiled_tma_atom", "role == [0-9]", "role >= [0-9]"],
+)
+def test_our_words_are_in_one_place(word: str) -> None:
+    """What a warp's role, a stage, a tile and a map are in CuTe's words is for vocabulary.py to say."""
+    sources = Path(compiler.__file__).with_name("source")
+    found = [path.name for path in sorted(sources.glob("*.py")) if re.search(word, path.read_text())]
+    assert set(found) <= {"vocabulary.py"}
 
 
 # -- the output projection --------------------------------------------------------------------------------------------
