@@ -47,7 +47,7 @@ def _packed(d: int, **options: Any) -> Call:
     return validate.prepare_varlen(q, k, v, LENGTHS, LENGTHS, **options)
 
 
-def _biased(d: int, n: int, keys: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+def biased(d: int, n: int, keys: int, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Some rows see no key, some only the last ones."""
     bias = _drawn(3, 1, 2, n, keys, gain=2.0)
     bias[:, :, : n // 3] = bias[:, :, n // 3 : n // 2, :-20] = -torch.inf
@@ -62,14 +62,14 @@ def _named() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"growing {d}", lambda d=d: _dense(d, 200, 500, gain=8.0)  # weights are rescaled, and computed again
         yield f"growing halves {d}", lambda d=d: _dense(d, 200, 500, gain=8.0, dtype=torch.float16)
         yield f"packed {d}", lambda d=d: _packed(d, causal=True)
-        yield f"bias {d}", lambda d=d: _biased(d, 304, 304)
-        yield f"wide bias {d}", lambda d=d: _biased(d, 304, 304, torch.float32)
+        yield f"bias {d}", lambda d=d: biased(d, 304, 304)
+        yield f"wide bias {d}", lambda d=d: biased(d, 304, 304, torch.float32)
         growing = _drawn(3, 2, 200, 504, gain=100.0)  # scores are computed again, cells and all
         yield f"growing bias {d}", lambda d=d, bias=growing: _dense(d, 200, 504, score=tw.bias(bias))
     yield "sinks", lambda: _dense(128, 200, causal=True, sinks=torch.tensor([0.5, -1.0]))
     yield "long", lambda: _dense(64, 2100, 300)
     yield "long growing", lambda: _dense(64, 2100, 300, gain=8.0)
-    yield "long bias", lambda: _biased(64, 2112, 200)
+    yield "long bias", lambda: biased(64, 2112, 200)
     for case in cases.conformance():
         yield f"conformance {case}", lambda case=case: _on_torch(case.inputs().call())
 
