@@ -191,6 +191,35 @@ def _asked(*options: str) -> set[Wanted]:
     }
 
 
+def test_a_built_folder_serves_the_bench() -> None:
+    pytest.importorskip("torch")
+    from tilewise import validate
+    from tilewise.bench.gpu import cases, suite
+
+    asked = _asked("--variants", "full,causal,bias", "--d", "64,128,256", "--dtype", "bfloat16", "--backward")
+    exercises = _asked("--variants", "full", "--dtype", "bfloat16,float32", "--scaled")
+    for name in ("cute", "cute_gradients", "scaling"):
+        for case in (replace(case, tokens=case.n, hidden=case.d) for case in suite.SECTIONS[name].cases):
+            x = cases.draw(case, 0, "cpu")
+            call = validate.prepare(x.q, x.k, x.v, **cases.VARIANTS[case.variant].options(case, x.extras))
+            for who in suite.SECTIONS[name].who("cuda", case)[: 3 if name == "scaling" else 1]:
+                rung = RUNGS[who.split("/")[1]]
+                assert kernel_of(rung, call.spec, call.shape) in (exercises if name == "scaling" else asked)
+            if case.backward:
+                assert kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape) in asked
+
+
+def test_a_built_folder_serves_the_benchs_projections() -> None:
+    from tilewise.bench.gpu import suite
+
+    asked = {d: _asked("--variants", "full", "--d", str(d), "--dtype", "bfloat16", "--projection", heads)
+             for d, heads in ((32, "4"), (64, "8,16"))}  # fmt: skip
+    for case in suite.SECTIONS["projection"].cases:
+        shape = Shape(case.batch, case.heads, case.heads, case.queries, case.n, case.d, case.d, case.dtype)
+        assert projected.kernel_for(Attention(case.d**-0.5), shape) in asked[case.d]
+    assert not {x for x in _asked("--d", "128", "--projection", "64") if x.heads}, "there is no room for them"
+
+
 def test_a_bias_is_built_for_all_heads_and_for_each() -> None:
     asked = _asked("--variants", "bias", "--d", "64", "--dtype", "bfloat16")
     tables = {x.table.others for x in asked if x.table is not None}
