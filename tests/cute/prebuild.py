@@ -2,6 +2,8 @@
 
 python -m tests.cute.prebuild FOLDER --arch sm_90a          here, in some minutes
 TILEWISE_CUTE_KERNELS=FOLDER pytest -m gpu -k cute          there, with apache-tvm-ffi alone
+
+With TILEWISE_EVERY_LANE=1 they are those that racecheck understands: every_lane.py.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 import torch
 
 import tilewise as tw
+from tests.cute import every_lane
 from tests.cute.simulated import biased
 from tilewise import arrays, validate
 from tilewise.cases import Case, conformance
@@ -116,7 +119,7 @@ def main() -> int:
     arch = architecture(capability)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)
     wanted, spilling = kernels(capability), 0
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with every_lane.installed(), ProcessPoolExecutor(options.jobs) as pool:
         made = pool.map(_build, wanted, [arch] * len(wanted), [options.folder] * len(wanted))
         for i, (kernel, (taken, seconds)) in enumerate(zip(wanted, made, strict=True), start=1):
             told = "was there" if taken is None else f"{taken}, {seconds:.1f} s"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from tests.cute import every_lane
 from tilewise import arrays, cases, contract, validate
 from tilewise.kernels.cute import support
 from tilewise.kernels.cute.launch import cannot_be_copied, is_aligned
@@ -100,13 +101,14 @@ def build(kernels: Path, names: list[str]) -> None:
     os.environ |= {"CUTE_DSL_ARCH": ARCH, "CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(kernels)}
     from tilewise.kernels.cute import compiler
 
-    for kernel in {wanted(call): None for call in chosen(names).values()}:
-        assert kernel is not None
-        name = kernel.name(ARCH, RUNTIME)
-        if Files(kernels).path(name) is None:
-            made = compiler.compile(kernel, ARCH)
-            (kernels / f"{name}.ptx").write_text(made.call.__ptx__)
-            Files(kernels, most=None).add(name, made.library(RUNTIME))
+    with every_lane.installed():
+        for kernel in {wanted(call): None for call in chosen(names).values()}:
+            assert kernel is not None
+            name = kernel.name(ARCH, RUNTIME)
+            if Files(kernels).path(name) is None:
+                made = compiler.compile(kernel, ARCH)
+                (kernels / f"{name}.ptx").write_text(made.call.__ptx__)
+                Files(kernels, most=None).add(name, made.library(RUNTIME))
 
 
 def run(kernels: Path, stand_in: str, names: list[str]) -> None:
