@@ -26,8 +26,8 @@ needs_compilers = pytest.mark.skipif(
 )
 
 
-def _simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.cute.simulated", *arguments]
+def _simulated(*arguments: str, module: str = "simulated") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"tests.cute.{module}", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
 
 
@@ -56,6 +56,19 @@ def _check(stand_in: Path, names: list[str], folder: Path | None = None) -> None
 @needs_compilers
 def test_the_forward_kernel_computes_what_it_should(stand_in: Path) -> None:
     _check(stand_in, QUICK)
+
+
+@needs_compilers
+def test_the_kernel_with_the_output_projection_computes_what_it_should(stand_in: Path, tmp_path: Path) -> None:
+    """Of grouped heads, padded ones, rows that are not aligned, and weights that lie the other way round."""
+    built = _simulated("build", str(tmp_path), module="simulated_projection")
+    assert built.returncode == 0, built.stderr
+    done = _simulated("run", str(tmp_path), str(stand_in), module="simulated_projection")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [name for name, *_ in found] == ["grouped", "padded", "not aligned", "rows"]
+    for name, error, largest in found:
+        assert error < 4e-3 * largest, f"{name} is off by {error}"
 
 
 @needs_compilers
