@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests import fake_stage as fakes  # noqa: E402
-from tilewise.bench.gpu import cases, contestants, module, suite, targets, timing  # noqa: E402
+from tilewise.bench.gpu import cases, contestants, module, projection, suite, targets, timing  # noqa: E402
 from tilewise.bench.gpu.cases import VARIANTS, Case  # noqa: E402
 from tilewise.bench.gpu.contestants import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, NO_GRAD, SDPA, Entry  # noqa: E402
 from tilewise.bench.gpu.judge import ALLOWED, Expected, Gradients  # noqa: E402
@@ -50,11 +50,12 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> N
 
 def test_the_sections_are_what_the_command_offers() -> None:
     assert tuple(suite.SECTIONS) == command.GPU_SECTIONS
-    assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units"}
+    assert set(targets._CHECKS) == set(suite.SECTIONS) - {"ladder", "units", "scaling"}
     assert {name: len(section.cases) for name, section in suite.SECTIONS.items()} == {
         "forward": 36, "stress": 32, "variants": 24, "gqa": 10, "varlen": 16, "ladder": 4,
         "units": 7, "triton": 18, "backward": 22, "gradients": 36, "learned": 4, "cute": 38, "cute_gradients": 36,
-        "tilelang": 12, "tilelang_gradients": 12, "step": 8, "decode": 3, "launch": 1, "first": 19,
+        "scaling": 8, "projection": 13, "tilelang": 12, "tilelang_gradients": 12, "step": 8, "decode": 3, "launch": 1,
+        "first": 19,
     }  # fmt: skip
     for section in suite.SECTIONS.values():
         assert len(set(section.cases)) == len(section.cases) and section.quick
@@ -152,6 +153,36 @@ def test_a_step_of_a_module_is_judged(variant: str) -> None:
     assert case.flops == 3.5 * replace(case, step=False).flops + 3 * 2 * 192 * 4 * 64**2
     record = measure(case, contestants.OUR_MODULE)[contestants.OUR_MODULE]
     assert record["status"] == "ok" and record["step"]
+
+
+def test_a_projection_is_judged() -> None:
+    """Of few queries over more keys: ours and PyTorch's attention, each with a product behind it; a tenth too large."""
+    case = Case("full", 96, 16, tokens=192, hidden=64, queries=7, model=40)
+    inputs = cases.draw(case, 0, "cpu")
+    expected = projection.Expected.of(case, inputs)
+    y = projection.one_by_one(case, [inputs], torch.nn.functional.scaled_dot_product_attention)[0]()
+    assert y.shape == (2, 7, 40) and expected.error(y) < ALLOWED
+    assert expected.error(1.1 * y) > ALLOWED and expected.error(float("nan") * y) == float("inf")
+    assert case.flops == replace(case, model=0).flops + 2 * 2 * 7 * 64 * 40
+    found = measure(case, "tilewise cpu + matmul", contestants.SDPA_PRODUCT, "tilewise cute projection")
+    assert [r["status"] for r in found.values()][:2] == ["ok", "ok"]
+    refused = found["tilewise cute projection"]
+    assert refused["ours"] and "cute cannot project this call's output" in refused["reason"]
+    assert not found["tilewise cpu + matmul"]["ours"]
+
+
+def test_what_is_asked_of_a_projection_and_of_scales() -> None:
+    sections = suite.SECTIONS
+    asked = sections["projection"].who("cuda", sections["projection"].cases[0])
+    assert asked == ["tilewise cute projection", "tilewise cuda + matmul", "torch sdpa + matmul"]
+    asked = sections["scaling"].who("cuda", sections["scaling"].cases[0])
+    assert asked == ["tilewise cute/basic", "tilewise cute/scaled_q", "tilewise cute/scaled_k"]
+
+
+def test_float32_is_judged_more_finely_than_it_computes() -> None:
+    case = Case("full", 96, 16, tokens=192, hidden=64, dtype="float32")
+    record = measure(case, "tilewise cpu")["tilewise cpu"]
+    assert record["dtype"] == "float32" and 1e-9 < record["error"] < 1e-6
 
 
 def test_the_gradient_of_a_bias_is_a_sum_over_all_heads() -> None:

@@ -133,6 +133,24 @@ def test_a_case_without_a_right_answer_proves_nothing() -> None:
     assert check.met is False and check.note == "1 of 10 cells have no number: wrong: relative error 1"
 
 
+def test_what_auto_takes_must_not_be_slower() -> None:
+    """Of all cases those that the rule takes are judged, and the table tells which they are."""
+    what = "output projection, where `auto` takes it: slowest case to two kernels"
+    for ratio, met in ((1.01, True), (0.99, False)):
+        results = made_up("projection", lambda case, peer, ratio=ratio: ratio)
+        assert values(results)[what].met is met
+    head, rows = report.table_of("projection", results)
+    assert head[-3:] == ("ratio", "steps", "taken by `auto`") and len(rows) == len(suite.SECTIONS["projection"].cases)
+    assert rows[0][0] == "4 heads, d 32, batch 1, 1 queries, 64 keys" and rows[0][-3:] == ("0.99x", "12", "yes")
+    assert rows[-1][-2:] == ("1280", "no")
+
+
+def test_scalings_have_a_time_and_an_error_each() -> None:
+    head, rows = report.table_of("scaling", made_up("scaling"))
+    assert head[1:3] == ("tilewise cute/basic, ms", "tilewise cute/basic, error") and len(head) == 7
+    assert rows[-1][0] == "full, d 128, n 2048, x8, float32" and rows[-1][2] == "2.0e-03"
+
+
 def test_aims_of_triton_are_speeds() -> None:
     found = values(made_up("triton"), made_up("backward"))
     for what, met in (("forward", False), ("backward", True)):  # ours has 500 everywhere

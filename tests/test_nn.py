@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import tilewise as tw
+from tilewise import nn
+from tilewise.kernels import gpus
+from tilewise.kernels.cute import library, projected, projection
 from tilewise.nn import MultiHeadAttention
 
 
@@ -138,3 +142,58 @@ def test_words_that_come_one_by_one_give_the_same(rope: tw.Rope | None, paged: b
     assert torch.as_tensor(cache.lengths).tolist() == [9, 9]
     with pytest.raises((ValueError, RuntimeError), match=r"gradient|no_grad"):
         module(x[:, :1], cache=cache)
+
+
+# -- the projection behind attention, by the same kernel --------------------------------------------------------------
+
+
+def test_one_kernel_computes_attention_and_projection_where_auto_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in, which tells what it is given."""
+    given: list[Any] = []
+
+    def stand_in(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, w_o: torch.Tensor, **how: Any) -> torch.Tensor:
+        given.append((w_o, how))
+        return tw.attention(q, k, v, **how).transpose(1, 2).flatten(2) @ w_o
+
+    module, x = MultiHeadAttention(16, 2, causal=True, sinks=True), torch.randn(2, 5, 16)
+    want = module(x)
+    monkeypatch.setattr(projection, "projected_if_it_pays", stand_in)
+    monkeypatch.setattr(nn, "_are_numbers_alone", lambda q, out: True)
+    assert torch.allclose(module(x), want, atol=1e-6) and len(given) == 1
+    assert torch.equal(given[0][0], module.out.weight.T) and given[0][1].keys() == {"sinks", *module.options}
+    module.kernel = "cpu"
+    assert torch.allclose(module(x), want, atol=1e-6) and len(given) == 1, "another kernel was named"
+
+
+def test_who_looks_on_gets_two_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, q = torch.nn.Linear(4, 4), SimpleNamespace(device=torch.device("cuda"))
+    assert not nn._are_numbers_alone(q, out), "gradients are wanted"
+    with torch.no_grad():
+        assert nn._are_numbers_alone(q, out)
+        assert not nn._are_numbers_alone(torch.zeros(1), out)
+        assert not nn._are_numbers_alone(q, torch.nn.Sequential(out))
+        with monkeypatch.context() as on_a_gpu:
+            on_a_gpu.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+            assert not nn._are_numbers_alone(q, out)
+        out.register_forward_hook(lambda *call: None)
+        assert not nn._are_numbers_alone(q, out)
+
+
+@pytest.mark.parametrize("reason", ["it does not pay", "there is no such kernel", "no kernel was built"])
+def test_what_one_kernel_cannot_do_two_kernels_do(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(nn, "_are_numbers_alone", lambda q, out: True)
+    monkeypatch.setattr(projected, "MOST_STEPS", 0 if reason == "it does not pay" else 100)
+    monkeypatch.setattr(library, "not_installed", lambda: "it needs tvm_ffi" if "no such" in reason else None)
+    monkeypatch.setattr(gpus, "elsewhere", lambda shape: None)
+    monkeypatch.setattr(gpus, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(projection, "_is_built", lambda kernel, *where: bool(built.append(kernel)))
+    module, x = MultiHeadAttention(16, 2, causal=True), torch.randn(2, 5, 16)
+    with torch.no_grad():
+        assert torch.equal(module(x), module.out(_attended(module, x)))
+    assert [kernel.heads for kernel in built] == ([2] if reason == "no kernel was built" else [])
+
+
+def _attended(module: MultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = tw.fused_qkv_projection(x, module.qkv.weight.T, module.qkv.bias, heads=module.heads)
+    return tw.attention(q, k, v, causal=True).transpose(1, 2).flatten(2)

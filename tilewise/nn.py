@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tilewise.api import attention, decode
 from tilewise.cache import Cache, KVCache
 from tilewise.projection import check_heads, fused_qkv_projection
+from tilewise.pytorch.turning import is_followed
 from tilewise.rope import Rope
 
 
@@ -79,8 +80,13 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         how = {"sinks": self.sinks, "kernel": self.kernel, **self.options, **options}
         if self.ranks is not None:
             done = _over_ranks(q, k, v, cache, rope=rope, **self.ranks, **how)
+        elif cache is not None:
+            done = decode(q, cache, k=k, v=v, **how)
         else:
-            done = attention(q, k, v, **how) if cache is None else decode(q, cache, k=k, v=v, **how)
+            projected = _projected_at_once(q, k, v, self.out, **how)
+            if projected is not None:
+                return projected
+            done = attention(q, k, v, **how)
         return self.out(done.transpose(1, 2).flatten(2))
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
@@ -93,6 +99,23 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         said = {"heads": self.heads, "heads_k": self.heads_k, "head_dim": self.head_dim, "rope": self.rope}
         said |= {name: value for name, value in self.options.items() if value is not False}
         return ", ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+
+
+def _projected_at_once(q: Tensor, k: Tensor, v: Tensor, out: nn.Module, kernel: str, **how: Any) -> Tensor | None:
+    """Attention and the projection behind it by one kernel, where `auto` may take it and it is faster; or None."""
+    if torch.compiler.is_compiling() or kernel != "auto" or not _are_numbers_alone(q, out):
+        return None
+    from tilewise.kernels.cute.projection import projected_if_it_pays
+
+    y: Tensor | None = projected_if_it_pays(q, k, v, out.weight.T, **how)
+    return y if y is None or out.bias is None else y.add_(out.bias)
+
+
+def _are_numbers_alone(q: Tensor, out: nn.Module) -> bool:
+    """On a GPU, with no gradients, no other layer in the projection's place, and nobody who looks on."""
+    is_watched = torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or is_followed()
+    is_plain = type(out) is nn.Linear and not out._forward_hooks and not out._forward_pre_hooks
+    return q.device.type == "cuda" and is_plain and not is_watched
 
 
 def _over_ranks(q: Tensor, k: Tensor, v: Tensor, cache: Cache | None, **how: Any) -> Tensor:

@@ -2,6 +2,8 @@
 
 python -m tests.cute.prebuild FOLDER --arch sm_90a          here, in some minutes
 TILEWISE_CUTE_KERNELS=FOLDER pytest -m gpu -k cute          there, with apache-tvm-ffi alone
+
+With TILEWISE_EVERY_LANE=1 they are those that racecheck understands: every_lane.py.
 """
 
 from __future__ import annotations
@@ -13,36 +15,47 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
 
 import tilewise as tw
+from tests.cute import every_lane
+from tests.cute.simulated import biased
 from tilewise import arrays, validate
 from tilewise.cases import Case, conformance
+from tilewise.cli import demo
 from tilewise.cli.build import _capability
 from tilewise.kernels.cute import architecture, compiler, support
 from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.launch import cannot_be_copied, is_aligned
-from tilewise.kernels.cute.projection import kernel_for
-from tilewise.kernels.cute.rungs import LADDER, SCALED, backward_rung
+from tilewise.kernels.cute.projected import kernel_for
+from tilewise.kernels.cute.rungs import LADDER, LONG, RUNGS, SCALED, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
 from tilewise.validate import Call
 
 RUNTIME = "cu13"
+BIASED = {  # d, queries, keys, and the type of the table: where sequences are long, small heads have larger tiles
+    **{f"{d}, {dtype}".replace("torch.", ""): (d, 304, 304, dtype)
+       for d in (64, 128, 256) for dtype in (torch.bfloat16, torch.float16, torch.float32)},
+    "long": (64, 2112, 304, torch.bfloat16),
+}  # fmt: skip
+PROJECTED = (4, 32), (8, 64)  # heads and their dimension
 
 
 def calls() -> Iterator[Call]:
     """Of the conformance suite, of the demo, and of test_gpu.py."""
     yield from (case.inputs().call() for case in conformance())
-    yield from (case.inputs().call() for case in (Case("full", "ragged"), Case("causal", "ragged")))
+    yield from (Case(variant, "ragged").inputs().call() for variant in demo.VARIANTS)
+    for n in (8, LONG):  # the demo's lengths are of both kinds
+        x = torch.zeros(1, 2, n, 64, dtype=torch.bfloat16)
+        yield from (validate.prepare(x, x, x), validate.prepare(x, x, x, mask=tw.window(300, 40)))
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for d in (64, 128, 256):
             x = torch.zeros(1, 2, 8, d, dtype=dtype)
             yield from (validate.prepare(x, x, x, causal=causal) for causal in (False, True))
-    x = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
-    yield validate.prepare(x, x, x, mask=tw.window(300, 40))
     lengths, x = torch.tensor([0, 8], dtype=torch.int32), torch.zeros(8, 2, 64, dtype=torch.bfloat16)
     yield validate.prepare_varlen(x, x, x, lengths, lengths, causal=True)
     odd = torch.zeros(1, 2, 8, 65, dtype=torch.bfloat16)[..., 1:]
@@ -68,11 +81,14 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
                 found[kernel_of(rung, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
         if support.unsupported(call.spec, replace(shape, backward=True), None, capability) is None:
             found[kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape)] = None
+    for call in (biased(*given) for given in BIASED.values()):
+        found[kernel_of(RUNGS["forward_sm90"], call.spec, call.shape)] = None
     scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
     for x in (scaled, scaled.float()):
         call = validate.prepare(x, x, x, causal=True)
         found |= dict.fromkeys(kernel_of(rung, call.spec, call.shape) for rung in SCALED)
-        for call in (call_of(x.repeat(1, 4, 1, 1), causal) for causal in (False, True)):  # 8 heads
+        for (heads, d), causal in product(PROJECTED, (False, True)):
+            call = call_of(torch.zeros(1, heads, 8, d, dtype=x.dtype), causal)
             found[kernel_for(call.spec, call.shape)] = None
     return list(found)
 
@@ -103,7 +119,7 @@ def main() -> int:
     arch = architecture(capability)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)
     wanted, spilling = kernels(capability), 0
-    with ProcessPoolExecutor(options.jobs) as pool:
+    with every_lane.installed(), ProcessPoolExecutor(options.jobs) as pool:
         made = pool.map(_build, wanted, [arch] * len(wanted), [options.folder] * len(wanted))
         for i, (kernel, (taken, seconds)) in enumerate(zip(wanted, made, strict=True), start=1):
             told = "was there" if taken is None else f"{taken}, {seconds:.1f} s"

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import tilewise as tw
+from tests.cute import every_lane
 from tilewise import arrays, cases, contract, validate
 from tilewise.kernels.cute import support
 from tilewise.kernels.cute.launch import cannot_be_copied, is_aligned
@@ -47,7 +48,7 @@ def _packed(d: int, **options: Any) -> Call:
     return validate.prepare_varlen(q, k, v, LENGTHS, LENGTHS, **options)
 
 
-def _biased(d: int, n: int, keys: int, dtype: torch.dtype = torch.bfloat16) -> Call:
+def biased(d: int, n: int, keys: int, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Some rows see no key, some only the last ones."""
     bias = _drawn(3, 1, 2, n, keys, gain=2.0)
     bias[:, :, : n // 3] = bias[:, :, n // 3 : n // 2, :-20] = -torch.inf
@@ -62,14 +63,14 @@ def _named() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"growing {d}", lambda d=d: _dense(d, 200, 500, gain=8.0)  # weights are rescaled, and computed again
         yield f"growing halves {d}", lambda d=d: _dense(d, 200, 500, gain=8.0, dtype=torch.float16)
         yield f"packed {d}", lambda d=d: _packed(d, causal=True)
-        yield f"bias {d}", lambda d=d: _biased(d, 304, 304)
-        yield f"wide bias {d}", lambda d=d: _biased(d, 304, 304, torch.float32)
+        yield f"bias {d}", lambda d=d: biased(d, 304, 304)
+        yield f"wide bias {d}", lambda d=d: biased(d, 304, 304, torch.float32)
         growing = _drawn(3, 2, 200, 504, gain=100.0)  # scores are computed again, cells and all
         yield f"growing bias {d}", lambda d=d, bias=growing: _dense(d, 200, 504, score=tw.bias(bias))
     yield "sinks", lambda: _dense(128, 200, causal=True, sinks=torch.tensor([0.5, -1.0]))
     yield "long", lambda: _dense(64, 2100, 300)
     yield "long growing", lambda: _dense(64, 2100, 300, gain=8.0)
-    yield "long bias", lambda: _biased(64, 2112, 200)
+    yield "long bias", lambda: biased(64, 2112, 200)
     for case in cases.conformance():
         yield f"conformance {case}", lambda case=case: _on_torch(case.inputs().call())
 
@@ -100,13 +101,14 @@ def build(kernels: Path, names: list[str]) -> None:
     os.environ |= {"CUTE_DSL_ARCH": ARCH, "CUTE_DSL_KEEP": "ptx", "CUTE_DSL_DUMP_DIR": str(kernels)}
     from tilewise.kernels.cute import compiler
 
-    for kernel in {wanted(call): None for call in chosen(names).values()}:
-        assert kernel is not None
-        name = kernel.name(ARCH, RUNTIME)
-        if Files(kernels).path(name) is None:
-            made = compiler.compile(kernel, ARCH)
-            (kernels / f"{name}.ptx").write_text(made.call.__ptx__)
-            Files(kernels, most=None).add(name, made.library(RUNTIME))
+    with every_lane.installed():
+        for kernel in {wanted(call): None for call in chosen(names).values()}:
+            assert kernel is not None
+            name = kernel.name(ARCH, RUNTIME)
+            if Files(kernels).path(name) is None:
+                made = compiler.compile(kernel, ARCH)
+                (kernels / f"{name}.ptx").write_text(made.call.__ptx__)
+                Files(kernels, most=None).add(name, made.library(RUNTIME))
 
 
 def run(kernels: Path, stand_in: str, names: list[str]) -> None:

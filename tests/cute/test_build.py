@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,9 +21,10 @@ import tilewise as tw
 from tests.cuda.test_ops import EXPRESSIONS
 from tests.cute import launched
 from tilewise import cli, dispatch
+from tilewise.cli import build
 from tilewise.expr import Expr
 from tilewise.kernels import disk, gpus
-from tilewise.kernels.cute import compiler, library, support
+from tilewise.kernels.cute import compiler, library, projected, support
 from tilewise.kernels.cute.rungs import RUNGS, Rung, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.spec import Attention, Lengths, Shape, Tile
@@ -179,6 +182,85 @@ def test_a_folder_is_built_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert path is not None and path.stat().st_size < 200_000
 
 
+def _asked(*options: str) -> set[Wanted]:
+    """What `tilewise build cute` would compile."""
+    command = argparse.ArgumentParser()
+    build.add_parser(command.add_subparsers())
+    return {
+        x.kernel for x in build._asked(command.parse_args(["build", "cute", "--arch", "sm_90a", "--out", "", *options]))
+    }
+
+
+def test_a_built_folder_serves_the_bench() -> None:
+    pytest.importorskip("torch")
+    from tilewise import validate
+    from tilewise.bench.gpu import cases, suite
+
+    asked = _asked("--variants", "full,causal,bias", "--d", "64,128,256", "--dtype", "bfloat16", "--backward")
+    exercises = _asked("--variants", "full", "--dtype", "bfloat16,float32", "--scaled")
+    for name in ("cute", "cute_gradients", "scaling"):
+        for case in (replace(case, tokens=case.n, hidden=case.d) for case in suite.SECTIONS[name].cases):
+            x = cases.draw(case, 0, "cpu")
+            call = validate.prepare(x.q, x.k, x.v, **cases.VARIANTS[case.variant].options(case, x.extras))
+            for who in suite.SECTIONS[name].who("cuda", case)[: 3 if name == "scaling" else 1]:
+                rung = RUNGS[who.split("/")[1]]
+                assert kernel_of(rung, call.spec, call.shape) in (exercises if name == "scaling" else asked)
+            if case.backward:
+                assert kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape) in asked
+
+
+def test_a_built_folder_serves_the_benchs_projections() -> None:
+    from tilewise.bench.gpu import suite
+
+    asked = {d: _asked("--variants", "full", "--d", str(d), "--dtype", "bfloat16", "--projection", heads)
+             for d, heads in ((32, "4"), (64, "8,16"))}  # fmt: skip
+    for case in suite.SECTIONS["projection"].cases:
+        shape = Shape(case.batch, case.heads, case.heads, case.queries, case.n, case.d, case.d, case.dtype)
+        assert projected.kernel_for(Attention(case.d**-0.5), shape) in asked[case.d]
+    assert not {x for x in _asked("--d", "128", "--projection", "64") if x.heads}, "there is no room for them"
+
+
+def test_a_bias_is_built_for_all_heads_and_for_each() -> None:
+    asked = _asked("--variants", "bias", "--d", "64", "--dtype", "bfloat16")
+    tables = {x.table.others for x in asked if x.table is not None}
+    assert tables == {(), ("H",)}
+
+
+def test_what_the_gpu_tests_and_the_demo_take_is_prebuilt() -> None:
+    pytest.importorskip("torch")
+    from tests.cute import prebuild
+
+    found, hopper = set(prebuild.kernels(HOPPER)), RUNGS["forward_sm90"]
+    long = Shape(1, 8, 8, 2100, 2100, 64, 64, "bfloat16")
+    for shape in (long, replace(long, n_q=512, n_k=512), replace(long, n_q=131072, n_k=131072)):
+        for mask in (None, tw.window(300, 40)):
+            assert kernel_of(hopper, Attention(0.125, mask), shape) in found
+    biased = {(x.columns, x.table.dtype, x.tile.q) for x in found if x.table is not None}
+    assert {(d, dtype, 128) for d in (64, 128, 256) for dtype in ("bfloat16", "float16", "float32")} <= biased
+    assert (64, "bfloat16", 192) in biased
+
+
+@needs_compiler
+def test_a_compiled_kernel_is_found_by_the_next_process(tmp_path: Path) -> None:
+    """The first one compiles and keeps it; where the next looks, nothing is compiled."""
+    if compiler.c_compiler() is None:
+        pytest.skip("there is no C compiler")
+    environment = {**os.environ, "TILEWISE_CACHE": str(tmp_path), "CUTE_DSL_ARCH": "sm_90a"}
+    environment.pop(library.FOLDER, None)
+    told = []
+    for _ in range(2):
+        command = [sys.executable, "-m", "tests.cute.compiled_once"]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout))
+    (first, again), kept = told, list(tmp_path.rglob("basic-*.so"))
+    assert [x["compiled"] for x in told] == [1, 0] and len(kept) == 1
+    assert first["loaded"] == again["loaded"] == [kept[0].name]
+
+
 @needs_compiler
 def test_a_library_tells_what_it_expects(tmp_path: Path) -> None:
     """It is loaded without a GPU, and refuses arrays in main memory."""
@@ -234,29 +316,59 @@ def test_what_a_kernel_depends_on_is_in_its_name() -> None:
     assert other == KERNELS["sm90, bias"][1], "new arrays of the same kind compile nothing"
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["warp_idx", "PipelineTmaAsync", "make_smem_layout_atom", "make_tiled_tma_atom", "role == [0-9]", "role >= [0-9]"],
+)
+def test_our_words_are_in_one_place(word: str) -> None:
+    """What a warp's role, a stage, a tile and a map are in CuTe's words is for vocabulary.py to say."""
+    sources = Path(compiler.__file__).with_name("source")
+    found = [path.name for path in sorted(sources.glob("*.py")) if re.search(word, path.read_text())]
+    assert set(found) <= {"vocabulary.py"}
+
+
 # -- the output projection --------------------------------------------------------------------------------------------
 
 
 @needs_compiler
 @pytest.mark.parametrize(("dtype", "d", "heads"), [("bfloat16", 64, 8), ("float32", 32, 4)])
 def test_the_projection_does_not_spill(dtype: str, d: int, heads: int) -> None:
-    from tilewise.kernels.cute import projection
-
-    kernel = projection.kernel_for(Attention(0.1, tw.causal()), Shape(1, heads, heads, 9, 9, d, d, dtype))
+    kernel = projected.kernel_for(Attention(0.1, tw.causal()), Shape(1, heads, heads, 9, 9, d, d, dtype))
     assert compiler.compile(kernel, "sm_90a").resources.stack == 0
 
 
 def test_the_projection_of_large_models_has_no_room() -> None:
+    spec, small = Attention(0.1), Shape(1, 8, 8, 9, 9, 64, 64, "bfloat16", "cuda:0")
+    large = Shape(1, 32, 8, 9, 9, 128, 128, "bfloat16", "cuda:0")
+    assert projected.unsupported(spec, small, HOPPER) is None
+    assert "bytes of shared memory, and a block of cuda:0 has 232448" in str(projected.unsupported(spec, large, HOPPER))
+
+
+def test_a_projection_elsewhere_is_refused() -> None:
     pytest.importorskip("torch")
     from tilewise.kernels.cute import projection
 
-    spec, small = Attention(0.1), Shape(1, 8, 8, 9, 9, 64, 64, "bfloat16", "cuda:0")
-    large = Shape(1, 32, 8, 9, 9, 128, 128, "bfloat16", "cuda:0")
-    assert projection.unsupported(spec, small, HOPPER) is None
-    assert "bytes of shared memory, and a block of cuda:0 has 232448" in str(
-        projection.unsupported(spec, large, HOPPER)
-    )
-    assert "arrays are on cpu" in str(projection.unsupported(spec, Shape(1, 8, 8, 9, 9, 64, 64), HOPPER))
+    assert "arrays are on cpu" in str(projection.unsupported(Attention(0.1), Shape(1, 8, 8, 9, 9, 64, 64)))
+
+
+def test_steps_of_a_projection_are_those_of_a_block_and_of_blocks_that_wait() -> None:
+    """Tiles of 64 keys and of 64 columns, of each head."""
+    shape = Shape(1, 4, 4, 1, 64, 32, 32, "bfloat16", "cuda:0")
+    assert projected.steps(shape, 128) == 4 * (1 + 2)
+    assert projected.steps(replace(shape, n_k=65, n_q=64), 129) == 4 * (2 + 3)
+    for batch, n_q, rounds in ((132, 64, 1), (133, 64, 2), (66, 65, 1), (67, 65, 2)):
+        assert projected.steps(replace(shape, batch=batch, n_q=n_q), 128) == rounds * 12
+
+
+def test_auto_takes_a_projection_only_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(1, 4, 4, 1, 64, 32, 32, "bfloat16", "cuda:0")
+    monkeypatch.setattr(projected, "MOST_STEPS", 12)
+    assert projected.pays(shape, 128) and projected.pays(replace(shape, batch=132), 128)
+    for larger in ({"n_k": 65}, {"heads": 8, "heads_k": 8}, {"batch": 133}, {"batch": 0}):
+        assert not projected.pays(replace(shape, **larger), 128)
+    assert not projected.pays(shape, 129)
+    monkeypatch.setattr(projected, "MOST_STEPS", 0)
+    assert not projected.pays(shape, 128), "nowhere"
 
 
 def test_a_wrong_w_o_is_named() -> None:
@@ -264,7 +376,7 @@ def test_a_wrong_w_o_is_named() -> None:
     from tilewise.kernels.cute.projection import projected_attention
 
     q = torch.zeros(1, 4, 9, 16)
-    with pytest.raises(ValueError, match=r"w_o: expected \(64, model\), rows of numbers side by side, got \(63, 9\)"):
+    with pytest.raises(ValueError, match=r"w_o: expected \(64, model\), got \(63, 9\)"):
         projected_attention(q, q, q, torch.zeros(63, 9))
     with pytest.raises(TypeError, match="w_o: expected a tensor of float32 on cpu, as q is, got float16 on cpu"):
         projected_attention(q, q, q, torch.zeros(64, 9).half())
@@ -334,6 +446,29 @@ def test_the_fastest_is_taken_that_can() -> None:
     assert support.suited(shape, HOPPER).name == "forward_sm90"
     assert support.suited(shape, AMPERE).name == "basic"
     assert support.suited(Shape(1, 4, 2, 9, 9, 64, 64, "float32", "cuda:0"), HOPPER).name == "basic"
+
+
+def test_auto_takes_what_was_built_where_nothing_else_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a GPU, with apache-tvm-ffi and a folder of kernels, and no compiler of CUDA, Triton or CuTe."""
+    kernel, shape = (
+        _wanted("forward_sm90", "bfloat16", 64, tw.causal()),
+        Shape(1, 4, 2, 9, 9, 64, 64, "bfloat16", "cuda:0"),
+    )
+    disk.Files(tmp_path / "kernels").add(kernel.name("sm_90a", RUNTIME), b"a library")
+    monkeypatch.setattr(gpus, "none_here", lambda: None)
+    monkeypatch.setattr(gpus, "capability", lambda device: HOPPER)
+    monkeypatch.setattr(compiler, "not_installed", lambda: "it needs cutlass")
+    monkeypatch.setattr(library, "find_spec", lambda name: name)
+    monkeypatch.setattr(library, "runtime", lambda: RUNTIME)
+    for name in ("cuda", "triton"):
+        monkeypatch.setattr(type(dispatch.kernel(name)), "unavailable", lambda self: "it is not installed")
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "empty"))
+    with pytest.raises(tw.Unsupported, match="cute: it needs cutlass"):
+        dispatch.resolve("auto", Attention(0.1, tw.causal()), shape)
+    monkeypatch.setenv(library.FOLDER, str(tmp_path / "kernels"))
+    assert dispatch.resolve("auto", Attention(0.1, tw.causal()), shape).name == "cute"
+    with pytest.raises(tw.Unsupported, match="cute: no kernel for it was built ahead of time"):
+        dispatch.resolve("auto", Attention(0.1), shape)
 
 
 def test_auto_comes_to_cute_last() -> None:

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 
 import tilewise as tw
-from tilewise import cli, dispatch
+from tilewise import cli, contract, dispatch
 
 pytestmark = pytest.mark.gpu
 torch = pytest.importorskip("torch")
 _reason = dispatch.kernel("cute").unavailable()
 if _reason is not None:
     pytest.skip(_reason, allow_module_level=True)
+
+from tests.cute.prebuild import BIASED, PROJECTED  # noqa: E402
+from tests.cute.simulated import biased  # noqa: E402
+from tilewise.kernels.cute import projected, projection  # noqa: E402
+from tilewise.nn import MultiHeadAttention  # noqa: E402
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -97,6 +102,33 @@ def test_the_output_projection(dtype: Any, n: int, causal: bool) -> None:
     assert torch.equal(lse, want_lse)
     again = projected_attention(q[:, :, -n:], k, v, w_o, causal=causal).out
     assert torch.equal(y, again), "heads are summed in one order"
+
+
+@pytest.mark.parametrize(("heads", "d"), PROJECTED)
+def test_a_module_projects_at_once(heads: int, d: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By weights as they lie, with a bias behind, as by two kernels."""
+    monkeypatch.setattr(projected, "MOST_STEPS", 1000)
+    module = MultiHeadAttention(heads * d, heads, causal=True, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(3, 70, heads * d, device="cuda").bfloat16()
+    launched = []
+    run = projection.run
+    monkeypatch.setattr(projection, "run", lambda *call: launched.append(call) or run(*call))
+    with torch.no_grad():
+        y = module(x)
+        assert len(launched) == 1
+        monkeypatch.setattr(projected, "MOST_STEPS", 0)
+        want = module(x)
+    assert len(launched) == 1 and _off(y, want) < 2e-2
+
+
+@pytest.mark.parametrize("named", BIASED)
+def test_a_table_comes_by_tiles(named: str) -> None:
+    """A bias of 16 bits, whose cells are read as matrices, and of 32; some rows see no key, some only the last ones."""
+    host = biased(*BIASED[named])
+    call = contract.on_device(host, "cuda:0", lambda x, device: x.to(device))
+    done = dispatch.kernel("cute/forward_sm90").forward(call.spec, call.q, call.k, call.v)
+    got = {what: x.cpu() for what, x in contract.forward_results(done).items()}
+    contract.check_results(contract.expected_forward(host), got)
 
 
 @pytest.mark.parametrize("kernel", ["cute/basic", "cute/forward_sm90"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+from tests.cute import every_lane  # noqa: E402
 from tests.cute.simulator.instructions import steps  # noqa: E402 - only with PyTorch
 from tests.cute.simulator.machine import Grid, StuckError  # noqa: E402
 from tests.cute.simulator.memory import Memory  # noqa: E402
@@ -25,8 +26,8 @@ needs_compilers = pytest.mark.skipif(
 )
 
 
-def _simulated(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.cute.simulated", *arguments]
+def _simulated(*arguments: str, module: str = "simulated") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"tests.cute.{module}", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
 
 
@@ -39,11 +40,12 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def _check(stand_in: Path, names: list[str]) -> None:
-    """By the contract, as on a GPU."""
-    built = _simulated("build", str(stand_in.parent), *names)
+def _check(stand_in: Path, names: list[str], folder: Path | None = None) -> None:
+    """By the contract, as on a GPU. folder: of other kernels than the stand-in's."""
+    kernels = str(folder or stand_in.parent)
+    built = _simulated("build", kernels, *names)
     assert built.returncode == 0, built.stderr
-    done = _simulated("run", str(stand_in.parent), str(stand_in), *names)
+    done = _simulated("run", kernels, str(stand_in), *names)
     assert done.returncode == 0, done.stderr
     for name, off in map(json.loads, done.stdout.splitlines()):
         for what, (error, limit) in off.items():
@@ -54,6 +56,38 @@ def _check(stand_in: Path, names: list[str]) -> None:
 @needs_compilers
 def test_the_forward_kernel_computes_what_it_should(stand_in: Path) -> None:
     _check(stand_in, QUICK)
+
+
+@needs_compilers
+def test_the_kernel_with_the_output_projection_computes_what_it_should(stand_in: Path, tmp_path: Path) -> None:
+    """Of grouped heads, padded ones, rows that are not aligned, and weights that lie the other way round."""
+    built = _simulated("build", str(tmp_path), module="simulated_projection")
+    assert built.returncode == 0, built.stderr
+    done = _simulated("run", str(tmp_path), str(stand_in), module="simulated_projection")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [name for name, *_ in found] == ["grouped", "padded", "not aligned", "rows"]
+    for name, error, largest in found:
+        assert error < 4e-3 * largest, f"{name} is off by {error}"
+
+
+@needs_compilers
+def test_so_it_does_where_every_lane_frees_places(
+    stand_in: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As racecheck has it: as many arrive at barriers as they were made for, or it would wait for ever."""
+    assert _simulated("build", str(stand_in.parent), QUICK[0]).returncode == 0
+    monkeypatch.setenv("TILEWISE_EVERY_LANE", "1")
+    _check(stand_in, QUICK[:1], tmp_path)
+    (every,) = tmp_path.glob("forward_sm90*.ptx")
+    one = stand_in.parent / every.name
+    assert every.read_text().count("elect.sync") < one.read_text().count("elect.sync")
+
+
+@pytest.mark.parametrize("name", every_lane.EDITS)
+def test_what_racechecks_version_edits_is_there(name: str) -> None:
+    text = (ROOT / "tilewise" / "kernels" / "cute" / "source" / name).read_text()
+    assert every_lane.edited(name, text) != text
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ GPU_SECTIONS = (
     "learned",
     "cute",
     "cute_gradients",
+    "scaling",
+    "projection",
     "tilelang",
     "tilelang_gradients",
     "step",

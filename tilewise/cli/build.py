@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,21 +19,23 @@ from tilewise.bench.problem import VARIANTS, Cell
 from tilewise.cli import UserError
 from tilewise.cli.bench_options import check_writable, names, several, whole
 from tilewise.cli.terminal import progress
-from tilewise.kernels.cute import architecture, compiler, library, support
+from tilewise.kernels.cute import architecture, compiler, library, projected, support
 from tilewise.kernels.cute.cubin import Resources
-from tilewise.kernels.cute.rungs import LADDER, LONG, backward_rung
+from tilewise.kernels.cute.rungs import LADDER, LONG, SCALED, Rung, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
+from tilewise.validate import Call
 
 _EXAMPLES = f"""examples:
   tilewise build cute --arch sm_90a --out kernels
   tilewise build cute --arch sm_90a --out kernels --backward    and what training takes
   tilewise build cute --arch sm_90a,sm_80 --out kernels --variants causal,alibi --d 64 --dtype float16
+  tilewise build cute --arch sm_90a --out kernels --d 32 --projection 4    and with the output projection of 4 heads
   {library.FOLDER}=kernels python train.py          calls find them there
 
 The variants are those of `tilewise bench`. Batches, heads and scales make no difference to a kernel, nor do lengths,
 but that small heads have one for long sequences, which is built, too; the numbers of a mask, such as a window's size,
-do."""
+do. A bias is built for one array of all heads, (queries, keys), and for one of each, (heads, queries, keys)."""
 
 
 class _Asked(NamedTuple):
@@ -58,6 +60,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--d", default="64,128", metavar="LIST", help="head dimensions (default: %(default)s)")
     parser.add_argument("--dtype", default="float16,bfloat16", metavar="LIST", help="(default: %(default)s)")
     parser.add_argument("--backward", action="store_true", help="the kernels of their gradients, too")
+    parser.add_argument(
+        "--projection", metavar="LIST", help="the kernels that multiply by w_o, too, for so many heads, such as 4,8"
+    )
+    parser.add_argument(
+        "--scaled", action="store_true", help="the first kernel with the scale in q or in k, too: exercises"
+    )
     parser.add_argument(
         "--cuda", choices=["12", "13"], default="13", help="whose runtime is there (default: %(default)s)"
     )
@@ -100,27 +108,48 @@ def _asked(args: argparse.Namespace) -> Iterator[_Asked]:
     dtypes = names("dtype", several("dtype", args.dtype, "float16,bfloat16"), support.DTYPES)
     dims = [whole("d", x, support.MOST_D) for x in several("d", args.d, "64,128")]
     capabilities = [_capability(x) for x in several("arch", args.arch, "sm_80,sm_90a")]
+    heads = [whole("projection", x) for x in several("projection", args.projection, "4,8")] if args.projection else []
     seen: set[tuple[Wanted, str]] = set()
     for capability, variant, dtype, d in product(capabilities, variants, dtypes, dims):
         arch = architecture(capability)
-        for kernel in _kernels(Cell(variant, 1024, 1024, d, dtype, heads=1, heads_k=1), capability, args.backward):
-            if (kernel, arch) not in seen:
-                seen.add((kernel, arch))
-                yield _Asked(kernel, arch, f"{variant}, {kernel}, {arch}")
+        cell, rungs = (
+            Cell(variant, 1024, 1024, d, dtype, heads=2, heads_k=2),
+            (*LADDER, *(SCALED if args.scaled else ())),
+        )
+        for call in _calls(cell):
+            for kernel in (*_kernels(call, rungs, capability, args.backward), *_projecting(call, heads, capability)):
+                if (kernel, arch) not in seen:
+                    seen.add((kernel, arch))
+                    yield _Asked(kernel, arch, f"{variant}, {kernel}, {arch}")
 
 
-def _kernels(cell: Cell, capability: tuple[int, int], backward: bool) -> Iterator[Wanted]:
-    """Of each rung that takes such calls; backward: and of their gradients."""
+def _calls(cell: Cell) -> Iterator[Call]:
+    """One; of a variant that reads an array for each head also one of which all heads read the same."""
     dtype = BFLOAT16 if cell.dtype == "bfloat16" else np.dtype(cell.dtype)
     q, k, v = (np.zeros((1, cell.heads, cell.n_q, cell.d), dtype) for _ in range(3))
-    call = validate.prepare(q, k, v, **VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x))
-    for rung in LADDER:
+    variant, rng = VARIANTS[cell.variant], np.random.default_rng(0)
+    yield validate.prepare(q, k, v, **variant.options(rng, cell, lambda x: x))
+    if variant.dense_input:
+        yield validate.prepare(q, k, v, **variant.options(rng, cell, lambda x: x[0]))
+
+
+def _kernels(call: Call, rungs: Sequence[Rung], capability: tuple[int, int], backward: bool) -> Iterator[Wanted]:
+    """Of each rung that takes such calls; backward: and of their gradients."""
+    for rung in rungs:
         if support.unsupported(call.spec, call.shape, rung, capability) is None:
             yield kernel_of(rung, call.spec, call.shape)
             yield kernel_of(rung, call.spec, replace(call.shape, n_q=LONG, n_k=LONG))
     shape = replace(call.shape, backward=True)
     if backward and support.unsupported(call.spec, shape, None, capability) is None:
         yield kernel_of(backward_rung(call.spec, shape), call.spec, shape)
+
+
+def _projecting(call: Call, heads: Sequence[int], capability: tuple[int, int]) -> Iterator[Wanted]:
+    """With the output projection of so many heads, if shared memory has room for all of them."""
+    for count in heads:
+        shape = replace(call.shape, heads=count, heads_k=count)
+        if projected.unsupported(call.spec, shape, capability) is None:
+            yield projected.kernel_for(call.spec, shape)
 
 
 def _capability(arch: str) -> tuple[int, int]:

@@ -63,18 +63,18 @@ class Simulator:
     def _told(self, launch: int, arguments: int) -> None:
         """Called from C, which no exception passes through."""
         try:
-            self._run(ctypes.c_uint.from_address(launch).value, arguments)
+            self._run(*(ctypes.c_uint * 2).from_address(launch), arguments)
         except Exception as error:
             self.error = error
 
-    def _run(self, blocks: int, arguments: int) -> None:
+    def _run(self, blocks: int, rows: int, arguments: int) -> None:
         program = parse((self.kernels / f"{self.name}.ptx").read_text())
         addresses = (ctypes.c_void_p * len(program.parameters)).from_address(arguments)
         given = zip(addresses, program.parameters.values(), strict=True)
         parameters = b"".join(
             ctypes.string_at(at, size).ljust(-(-size // _PARAMETER) * _PARAMETER, b"\0") for at, size in given
         )
-        Grid(steps(program), program.threads, blocks, Memory(self.arrays, parameters), self.chance).run()
+        Grid(steps(program), program.threads, blocks, Memory(self.arrays, parameters), self.chance, rows).run()
 
 
 def _extents(given: Any) -> list[tuple[int, int]]:

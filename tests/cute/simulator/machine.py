@@ -130,7 +130,8 @@ class Block:
 
     def _registers(self, warp: int) -> Registers:
         first, same = LANE + np.uint32(warp * LANES), np.zeros(LANES, np.uint32)
-        numbers = {"%ctaid.x": self.number, "%nctaid.x": self.grid.blocks}
+        row, number = divmod(self.number, self.grid.blocks)
+        numbers = {"%ctaid.x": number, "%ctaid.y": row, "%nctaid.x": self.grid.blocks}
         return {"%tid.x": first, "%laneid": LANE, **{name: same + np.uint32(x) for name, x in numbers.items()}}
 
     def copy(self, map_: Map, at: tuple[int, ...], to: int, barrier: int) -> None:
@@ -153,10 +154,11 @@ class Grid:
     blocks: int
     memory: Memory
     chance: random.Random
+    rows: int = 1  # of so many blocks
 
     def run(self) -> None:
         """Until all warps have ended."""
-        blocks = [Block(self, i) for i in range(self.blocks)]
+        blocks = [Block(self, i) for i in range(self.blocks * self.rows)]
         warps = [warp for block in blocks for warp in block.warps]
         in_vain = 0  # turns, one after the other
         while warps:

@@ -40,6 +40,8 @@ class Case:
     backward: bool = False  # the gradients alone, of inputs for which forward was called
     step: bool = False  # a training step of a module, projections and all gradients included
     queries: int = 0  # of each sequence, over a cache of n keys; 0: as many as keys, and no cache
+    model: int = 0  # columns of an output projection, which is computed as well; 0: none
+    dtype: str = DTYPE
     tokens: int = TOKENS
     hidden: int = HIDDEN
 
@@ -69,20 +71,21 @@ class Case:
         often a kernel computes them; of a step all seven, and those of its projections. Causal counts half of full."""
         products = 7 if self.step else 5 if self.backward else 2
         projections = 3 * 2 * self.tokens * 4 * self.hidden**2 if self.step else 0
+        projections += 2 * self.batch * (self.queries or self.n) * self.hidden * self.model
         pairs = sum(map(VARIANTS[self.variant].pairs, self.lengths)) * (self.queries / self.n if self.queries else 1)
         return 2 * products * self.d * self.heads * pairs + projections
 
     @property
     def read_bytes(self) -> int:
         """k and v, once."""
-        return 2 * self.batch * self.heads_k * self.n * self.d * itemsize(DTYPE)
+        return 2 * self.batch * self.heads_k * self.n * self.d * itemsize(self.dtype)
 
     def describe(self) -> dict[str, Any]:
         """The case's part of a record."""
         return {
             "variant": self.variant, "n": self.n, "d": self.d, "batch": self.batch, "heads": self.heads,
             "heads_k": self.heads_k, "inputs": self.inputs, "packed": self.packed, "backward": self.backward,
-            "step": self.step, "queries": self.queries, "dtype": DTYPE, "flops": self.flops,
+            "step": self.step, "queries": self.queries, "model": self.model, "dtype": self.dtype, "flops": self.flops,
         }  # fmt: skip
 
 
@@ -216,7 +219,7 @@ def draw(case: Case, seed: int, device: str, extras: Extras | None = None) -> In
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Any:
-        return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, DTYPE))
+        return torch.randn(shape, generator=generator, device=device, dtype=getattr(torch, case.dtype))
 
     q, k, v = (normal(*_shape(case, heads)) for heads in (case.heads, case.heads_k, case.heads_k))
     if case.queries:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewise import api, dispatch
 from tilewise.bench.contestants import OURS
-from tilewise.bench.gpu import module
+from tilewise.bench.gpu import module, projection
 from tilewise.bench.gpu.cases import VARIANTS, Case, Extras, Inputs, Options
 from tilewise.bench.process import load
 from tilewise.bench.refusal import RefusedError
@@ -24,6 +24,9 @@ FLASH_ORDERED = FLASH + " deterministic"  # its gradients have the same bits eac
 DENSE, NO_GRAD, PAGED = " dense", " no_grad", " paged"  # what follows the name of ours
 MODULE = " module"  # of multi-head attention
 OUR_MODULE, SDPA_MODULE = f"{OURS}auto{MODULE}", f"{SDPA_CUDNN}{MODULE}"
+PROJECTION = " projection"  # attention and what is behind it by one kernel
+THEN_PRODUCT = " + matmul"  # and behind it the library's product
+SDPA_PRODUCT = SDPA + THEN_PRODUCT
 PAGE = 64  # keys
 
 Call = Callable[[], Any]
@@ -88,6 +91,12 @@ def find(name: str) -> Contestant:
 def _ours(name: str) -> Contestant:
     if name == OUR_MODULE:
         return Contestant(name, _enter_module, ours=True)
+    if name.endswith(PROJECTION):
+        kernel = name.removeprefix(OURS).removesuffix(PROJECTION)
+        return Contestant(name, _enter_projection, partial(_unavailable, kernel), ours=True)
+    if name.endswith(THEN_PRODUCT):  # stands beside that as its peer
+        kernel = name.removeprefix(OURS).removesuffix(THEN_PRODUCT)
+        return Contestant(name, partial(_enter_ours_and_product, kernel), partial(_unavailable, kernel))
     kernel = name.removeprefix(OURS).removesuffix(DENSE).removesuffix(NO_GRAD).removesuffix(PAGED)
     if name.endswith(PAGED):
         return Contestant(name, partial(_enter_paged, kernel), partial(_unavailable, kernel), ours=True)
@@ -117,6 +126,15 @@ def _enter_ours(kernel: str, case: Case, sets: Sets) -> Entry:
 
 def _enter_module(case: Case, sets: Sets) -> Entry:
     return Entry(module.ours(case, sets), capturable=False)
+
+
+def _enter_projection(case: Case, sets: Sets) -> Entry:
+    return Entry(projection.at_once(case, sets))
+
+
+def _enter_ours_and_product(kernel: str, case: Case, sets: Sets) -> Entry:
+    options = {**VARIANTS[case.variant].options(case, sets[0].extras), "kernel": kernel}
+    return Entry(projection.one_by_one(case, sets, partial(api.attention, **options)))
 
 
 def _enter_paged(kernel: str, case: Case, sets: Sets) -> Entry:
@@ -167,6 +185,15 @@ def _enter_sdpa(backend: str | None, case: Case, sets: Sets) -> Entry:
         options = {**options, "enable_gqa": True}
     around = nullcontext if backend is None else partial(sdpa_kernel, getattr(SDPBackend, backend))
     return Entry([partial(sdpa, x.q, x.k, x.v, **options) for x in sets], around=around)
+
+
+def _enter_sdpa_and_product(case: Case, sets: Sets) -> Entry:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    options = VARIANTS[case.variant].sdpa
+    if options is None:
+        raise RefusedError("cannot express", "SDPA has no such variant without a dense mask")
+    return Entry(projection.one_by_one(case, sets, partial(scaled_dot_product_attention, **options)))
 
 
 def _enter_module_on_cudnn(case: Case, sets: Sets) -> Entry:
@@ -265,4 +292,5 @@ _PEERS = (
     Contestant(SDPA_FLASH, partial(_enter_sdpa, "FLASH_ATTENTION")),
     Contestant(EFFICIENT, _enter_efficient),
     Contestant(SDPA_MODULE, _enter_module_on_cudnn),
+    Contestant(SDPA_PRODUCT, _enter_sdpa_and_product),
 )

@@ -1,4 +1,4 @@
-"""Is it right: the relative error of a sample of rows against float32 attention, computed densely on the device."""
+"""Is it right: the relative error of a sample of rows against float64 attention, computed densely on the device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tilewise.bench.gpu import module
+from tilewise.bench.gpu import module, projection
 from tilewise.bench.gpu.cases import VARIANTS, Case, Extras, Inputs
 
 ALLOWED = 0.02  # about ten roundings of bfloat16, in the norm: far above an honest kernel's, far below a wrong mask's
@@ -18,7 +18,7 @@ class Expected:
     """What the first and the last sequence's first and last head should give."""
 
     inputs: Inputs
-    parts: list[tuple[int, int, Any, Any]]  # the sequence, the head, its rows, and their float32 output
+    parts: list[tuple[int, int, Any, Any]]  # the sequence, the head, its rows, and their float64 output
 
     @classmethod
     def of(cls, case: Case, inputs: Inputs) -> Expected:
@@ -29,7 +29,7 @@ class Expected:
         """The norm of what is off over the norm of what is expected; infinite if a number is not finite."""
         off = size = 0.0
         for i, h, rows, want in self.parts:
-            found = self.inputs.sequence(out, i)[h][rows].float()
+            found = self.inputs.sequence(out, i)[h][rows].double()
             off += float((found - want).square().sum())
             size += float(want.square().sum())
         return math.sqrt(off / size) if math.isfinite(off) else math.inf
@@ -63,8 +63,10 @@ class Gradients:
         return max(errors)
 
 
-def expected(case: Case, inputs: Inputs) -> Expected | Gradients | module.Expected:
+def expected(case: Case, inputs: Inputs) -> Expected | Gradients | module.Expected | projection.Expected:
     """Of what the case asks for."""
+    if case.model:
+        return projection.Expected.of(case, inputs)
     if case.step:
         return module.Expected.of(case, inputs)
     return Gradients.of(case, inputs) if case.backward else Expected.of(case, inputs)
@@ -87,8 +89,8 @@ def _dense_gradients(case: Case, inputs: Inputs, i: int, h: int) -> tuple[Any, .
 def _reference(case: Case, inputs: Inputs, i: int, h: int) -> tuple[Any, Any]:
     import torch
 
-    q = inputs.sequence(inputs.q, i)[h].float()
-    k, v = (inputs.sequence(x, i)[h // case.group].float() for x in (inputs.k, inputs.v))
+    q = inputs.sequence(inputs.q, i)[h].double()
+    k, v = (inputs.sequence(x, i)[h // case.group].double() for x in (inputs.k, inputs.v))
     rows = torch.linspace(0, len(q) - 1, min(len(q), ROWS), device=q.device).long()
     return rows, _dense(case, q[rows], k, v, inputs.extras, i, h, rows[:, None], torch.arange(len(k), device=q.device))
 

@@ -7,11 +7,13 @@ from itertools import groupby
 from typing import Any
 
 from tilewise.bench import machine, table
+from tilewise.bench.gpu.cases import DTYPE
 from tilewise.bench.gpu.contestants import SDPA
 from tilewise.bench.gpu.suite import SECTIONS
-from tilewise.bench.gpu.targets import checks
+from tilewise.bench.gpu.targets import checks, shape_of
 from tilewise.bench.report import target_lines
 from tilewise.explanation import size
+from tilewise.kernels.cute import projected
 
 Record = dict[str, Any]
 Results = dict[str, Any]
@@ -29,6 +31,8 @@ def table_of(name: str, results: Results) -> Table:
         "ladder": _ladder,
         "units": _units,
         "decode": _decode,
+        "scaling": _scaling,
+        "projection": _projection,
         "launch": _launch,
         "first": _first,
     }.get(name, _speeds)
@@ -54,6 +58,8 @@ _UNITS = {
     "ladder": "Limits: products, exponentials, or q, k, v and out once, at the rates that were measured.",
     "units": "Cycles in which a unit is busy, of all: by Nsight Compute, at the clock that it holds.",
     "decode": "GB/s of k and v; the share is ours of the measured read rate, and the ratio to the best peer.",
+    "scaling": "Milliseconds; the error is the norm of what is off over that of the output, in float64.",
+    "projection": "Microseconds; the ratio is our speed over the best peer's; steps are those of the rule for `auto`.",
     "launch": "Microseconds until a call returns.",
     "first": "Milliseconds from the call until the GPU is done.",
 }
@@ -71,7 +77,8 @@ def title(r: Record) -> str:
     heads = "" if r["heads"] == r["heads_k"] else f", {r['heads']} heads on {r['heads_k']}"
     packed = f", packed {r['packed']}" if r["packed"] else ""
     inputs = "" if r["inputs"] == "normal" else f", {r['inputs']}"
-    return f"{r['variant']}, d {r['d']}, n {r['n']}{heads}{packed}{inputs}"
+    dtype = "" if r["dtype"] == DTYPE else f", {r['dtype']}"
+    return f"{r['variant']}, d {r['d']}, n {r['n']}{heads}{packed}{inputs}{dtype}"
 
 
 def _speeds(records: list[Record]) -> Table:
@@ -142,6 +149,40 @@ def _decode(records: list[Record]) -> Table:
         rates = [f"{r['gbs']:.0f}" if r["status"] == "ok" else r["status"] for r in map(by_name.get, names) if r]
         rows.append((f"batch {case[0]['batch']}, {case[0]['n']} keys", *rates, share, ratio))
     return ("", *names, "of the read rate", "ratio"), rows
+
+
+def _scaling(records: list[Record]) -> Table:
+    names = list(dict.fromkeys(r["contestant"] for r in records))
+    rows = []
+    for case in cases(records):
+        by_name = {r["contestant"]: r for r in case}
+        told = [_time_and_error(by_name.get(name)) for name in names]
+        rows.append((title(case[0]), *(text for both in told for text in both)))
+    return ("", *(f"{name}, {what}" for name in names for what in ("ms", "error"))), rows
+
+
+def _time_and_error(r: Record | None) -> tuple[str, str]:
+    if r is None or r["status"] != "ok":
+        return "-" if r is None else r["status"], "-"
+    return f"{r['median_ms']:.3f}", f"{r['error']:.1e}"
+
+
+def _projection(records: list[Record]) -> Table:
+    names = list(dict.fromkeys(r["contestant"] for r in records))
+    rows = []
+    for about, found in groupby(records, key=_model):
+        by_name = {r["contestant"]: r for r in found}
+        ours = next(r for r in by_name.values() if r["ours"])
+        times = [f"{1e3 * r['median_ms']:.1f}" if r["status"] == "ok" else r["status"] for r in by_name.values()]
+        ratio = "-" if ours["ratio"] is None else f"{ours['ratio']:.2f}x"
+        shape = shape_of(ours)
+        taken = "yes" if projected.pays(shape, ours["model"]) else "no"
+        rows.append((about, *times, ratio, str(projected.steps(shape, ours["model"])), taken))
+    return ("", *names, "ratio", "steps", "taken by `auto`"), rows
+
+
+def _model(r: Record) -> str:
+    return f"{r['heads']} heads, d {r['d']}, batch {r['batch']}, {r['queries']} queries, {r['n']} keys"
 
 
 def _launch(records: list[Record]) -> Table:

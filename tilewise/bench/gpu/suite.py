@@ -16,10 +16,13 @@ from tilewise.bench.gpu.contestants import (
     NO_GRAD,
     OUR_MODULE,
     PAGED,
+    PROJECTION,
     SDPA,
     SDPA_CUDNN,
     SDPA_FLASH,
     SDPA_MODULE,
+    SDPA_PRODUCT,
+    THEN_PRODUCT,
 )
 from tilewise.bench.gpu.timing import Settings
 
@@ -33,6 +36,7 @@ HARD = ("falling", "rising", "x8", "x64")
 VARIANTS = ("softcap", "alibi", "window 256", "window 1024", "document", "bias")
 AHEAD = ("full", "causal", "window 1024")  # `make kernels` compiles them before anyone calls
 RUNGS = ("naive", "tiled", "forward_sm90")
+SCALINGS = ("basic", "scaled_q", "scaled_k")  # the scale in the exponent, in q and in k
 QUICK = Settings(rounds=2, warm=0.005, timed=0.01, host_calls=50)
 
 
@@ -59,6 +63,10 @@ class Section:
             return [ours, *triton]
         if self.name == "step":
             return [OUR_MODULE, *self.peers]
+        if self.name == "scaling":
+            return [f"{OURS}cute/{rung}" for rung in SCALINGS]
+        if self.name == "projection":
+            return [ours + PROJECTION, OURS + kernel + THEN_PRODUCT, *self.peers]
         if self.name == "decode":
             return [ours, ours + PAGED, *self.peers]
         if self.name == "gradients":
@@ -107,6 +115,21 @@ _DECODE = tuple(
     Case("full", n, 128, group=4, tokens=n * batch, hidden=4096, queries=1)
     for batch, n in ((1, 65536), (16, 8192), (64, 4096))
 )
+# Inputs that are 8 times as large make scores, and what they are rounded by, as much larger.
+_SCALING = tuple(
+    Case("full", 2048, d, inputs=inputs, dtype=dtype)
+    for dtype in ("bfloat16", "float32")
+    for d in (64, 128)
+    for inputs in ("normal", "x8")
+)
+_PROJECTION = tuple(
+    Case("full", keys, d, tokens=keys * batch, hidden=heads * d, queries=queries, model=heads * d)
+    for heads, d, batch, queries, keys in (
+        (4, 32, 1, 1, 64), (4, 32, 128, 1, 64), (4, 32, 32, 64, 64), (4, 32, 32, 16, 512),
+        (8, 64, 1, 1, 64), (8, 64, 128, 1, 64), (8, 64, 32, 16, 512), (8, 64, 1, 64, 512), (8, 64, 1, 1, 4096),
+        (16, 64, 32, 1, 64), (16, 64, 128, 64, 64), (16, 64, 1, 16, 512), (16, 64, 32, 1, 4096),
+    )
+)  # fmt: skip
 _UNITS = (
     Case("full", 8192, 64), Case("causal", 512, 64), Case("full", 4096, 64, inputs="x64"), Case("full", 8192, 128),
     Case("full", 4096, 128, inputs="x64"), Case("full", 8192, 256), Case("causal", 8192, 256),
@@ -215,6 +238,20 @@ SECTIONS = {
             tuple(case for case in _GRADIENTS if case.n == 4096 and case.d == 128),
             (FLASH,),
             kernel="cute/forward_sm90",
+        ),
+        Section(
+            "scaling",
+            "what the scale is multiplied into, in CuTe's first kernel: time, and error against float64",
+            _SCALING,
+            tuple(case for case in _SCALING if case.d == 128 and case.inputs == "normal"),
+        ),
+        Section(
+            "projection",
+            "attention and the output projection behind it, by one kernel in CuTe DSL",
+            _PROJECTION,
+            _PROJECTION[:1],
+            (SDPA_PRODUCT,),
+            kernel="cute",
         ),
         Section(
             "tilelang",

@@ -21,6 +21,8 @@ from tilewise.bench.gpu.suite import AHEAD, LENGTHS
 from tilewise.bench.gpu.suite import TRITON as TRITON_NAME
 from tilewise.bench.table import geometric_mean
 from tilewise.bench.targets import Check, valued
+from tilewise.kernels.cute import projected
+from tilewise.spec import Shape
 
 Record = dict[str, Any]
 Results = dict[str, Any]
@@ -37,6 +39,7 @@ GRADIENTS = (1.00, 0.93)  # to the best peer: the mean, and no case below
 ORDER = 0.85  # of the speed that gradients have in any order
 CUTE, CUTE_BIAS = (0.97, 0.90), 1.5  # to FlashAttention-4: the mean, and no case below; with a bias to FlexAttention
 CUTE_GRADIENTS = 0.85
+PROJECTION = 1.0  # to attention and a product behind it
 # TFLOP/s: 1.05 times those of the example that comes with TileLang 0.1.15, by mask, d and n.
 TILELANG = {
     ("full", 64, 4096): 443.0,
@@ -91,6 +94,18 @@ def _varlen(records: list[Record]) -> Iterator[Check]:
     equal = [r for r in records if r["packed"] == "equal"]
     times = Check("packed sequences: most time over the same as a batch", PACKING, at_most=True)
     yield valued(times, equal, _over(DENSE), max, "the batch has no number")
+
+
+def _projection(records: list[Record]) -> Iterator[Check]:
+    taken = [r for r in records if projected.pays(shape_of(r), r["model"])]
+    if taken:
+        check = Check("output projection, where `auto` takes it: slowest case to two kernels", PROJECTION)
+        yield valued(check, taken, lambda r: r["ratio"], min, "no peer ran")
+
+
+def shape_of(r: Record) -> Shape:
+    """Of queries over keys."""
+    return Shape(r["batch"], r["heads"], r["heads_k"], r["queries"] or r["n"], r["n"], r["d"], r["d"], r["dtype"])
 
 
 def _triton(records: list[Record]) -> Iterator[Check]:
@@ -245,5 +260,5 @@ _CHECKS: dict[str, Callable[[list[Record]], Iterator[Check]]] = {
     "forward": _forward, "stress": _stress, "variants": _variants, "gqa": _gqa, "varlen": _varlen, "triton": _triton,
     "backward": _backward, "gradients": _gradients, "learned": _learned, "cute": _cute,
     "cute_gradients": _cute_gradients, "tilelang": _tilelang, "tilelang_gradients": _tilelang_gradients,
-    "step": _step, "decode": _decode, "launch": _launch, "first": _first,
+    "projection": _projection, "step": _step, "decode": _decode, "launch": _launch, "first": _first,
 }  # fmt: skip

@@ -53,6 +53,8 @@ from tilewise.kernels.cute.source.forward_sm90 import (
 from tilewise.kernels.cute.source.hopper import anew, arrive, wait_in_place
 from tilewise.kernels.cute.source.tiles import PARTIAL, binary, exp2, fused, mask, matrix, score, work_of
 from tilewise.kernels.cute.source.vocabulary import (
+    FIRST_STORER,
+    PRODUCER,
     WARPGROUP,
     consumers_meet,
     copy_engine,
@@ -113,15 +115,14 @@ def gradients(
     layouts = q_tiles, d_out_tiles, k_tiles, v_tiles, d_s_tiles
     shared = shared_memory(layouts, d_k.element_type, build)
     init_barriers(shared.barriers)
-    warpgroup_number, _ = role_of()
+    warpgroup_number, role = role_of()
     if warpgroup_number == 0:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp_number == 0:
+        if role == PRODUCER:
             maps, of_maps = (q_map, d_out_map, k_map, v_map), (q_rows, d_out_rows, k_rows, v_rows)
             bring_tiles(shared, maps, of_maps, rows, turns, records, runs, section, group, build)
-        if warp_number >= 2:
-            store_sums(shared, sums, turns, warp_number - 2)
+        if role >= FIRST_STORER:
+            store_sums(shared, sums, turns, role - FIRST_STORER)
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         consume(shared, warpgroup_number - 1, group, d_k, d_v, arrays, scale, build)

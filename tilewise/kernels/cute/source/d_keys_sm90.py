@@ -28,6 +28,7 @@ from tilewise.kernels.cute.source.hopper import wait_in_place
 from tilewise.kernels.cute.source.operations import minimum
 from tilewise.kernels.cute.source.tiles import PARTIAL, binary, mask, matrix, score, work_of
 from tilewise.kernels.cute.source.vocabulary import (
+    PRODUCER,
     WARPGROUP,
     by_rows,
     operand_of_product,
@@ -51,10 +52,10 @@ def d_keys(
     number, hk, b = cute.arch.block_idx()
     layouts = q_tiles, d_out_tiles, k_tiles, v_tiles
     tiles, rings = tiles_and_stages(layouts, d_k.element_type, build.by_key.k // 64)
-    warpgroup_number, is_producer = role_of()
+    warpgroup_number, role = role_of()
     if warpgroup_number == 0:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        if is_producer:
+        if role == PRODUCER:
             rows = q_rows, d_out_rows, k_rows[None, None, hk, b], v_rows[None, None, hk, b]
             produce((q_map, d_out_map, k_map, v_map), rows, tiles, *rings, records, runs, number, b, hk, group)
     else:

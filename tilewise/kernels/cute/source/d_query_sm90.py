@@ -38,6 +38,7 @@ from tilewise.kernels.cute.source.tiles import (
     work_of,
 )
 from tilewise.kernels.cute.source.vocabulary import (
+    PRODUCER,
     WARPGROUP,
     by_rows,
     operand_of_product,
@@ -62,10 +63,10 @@ def d_query(
     number, h, b = cute.arch.block_idx()
     layouts = q_tiles, d_out_tiles, k_tiles, v_tiles
     tiles, rings = tiles_and_stages(layouts, d_q.element_type, build.tile.q // 64)
-    warpgroup_number, is_producer = role_of()
+    warpgroup_number, role = role_of()
     if warpgroup_number == 0:
         cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-        if is_producer:
+        if role == PRODUCER:
             work = work_of(records, number, b, h, group)
             hk = work.place.hk
             rows = (q_rows[None, None, h, b], d_out_rows[None, None, h, b],

@@ -65,6 +65,9 @@ from tilewise.kernels.cute.source.tiles import (
 )
 from tilewise.kernels.cute.source.vocabulary import (
     ELEMENTS,
+    PRODUCER,
+    SCHEDULER,
+    TABLE_PRODUCER,
     WARPGROUP,
     by_rows,
     consumers_meet,
@@ -76,6 +79,7 @@ from tilewise.kernels.cute.source.vocabulary import (
     product,
     products_sm90,
     read_cells,
+    role_of,
     row_bytes,
     row_of_matrices,
     store_in_quads,
@@ -196,22 +200,21 @@ def attention(
     cute.arch.mbarrier_init_fence()
     cute.arch.sync_threads()
 
-    warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    warpgroup_number = warp_number // 4
+    warpgroup_number, role = role_of()
     if warpgroup_number == 0:
         cute.arch.setmaxregister_decrease(produces)
-        if warp_number == 0:
+        if role == PRODUCER:
             load(
                 Arrays(q_map, q_rows, q_tile, filling(of_q[0])), Arrays(k_map, k_rows, k_tile, filling(of_k[0])),
                 Arrays(v_map, v_rows, v_tile, filling(of_v[0])), items, reading(of_items[0]), of_begun[0], runs, group,
                 build, q_waits=of_q[0].count == 1 and not holds_q(build),
             )  # fmt: skip
-        if warp_number == 1:
+        if role == SCHEDULER:
             order = Order(next_item, section, sections)
             schedule(items, filling(of_items[0]), reading(of_begun[0]), records, runs, order)
         if cutlass.const_expr(table_tile is not None):
             table = Arrays(table_map, table_rows, table_tile, filling(of_table[0]))
-            if warp_number == 2:
+            if role == TABLE_PRODUCER:
                 load_table(table, items, reading(of_items[0]), runs, group, build)
     else:
         cute.arch.setmaxregister_increase(consumes)

@@ -3,9 +3,10 @@
 tile        a cute.Tensor in shared memory, (rows, columns); how its numbers lie is a cute.Layout
 product     a cute.TiledMma: which thread has which numbers of both operands and of the result
 row         of a product: what a quad of neighbouring threads has, two rows of it at a time
-role        of a warp: the first warpgroup's first warp is the producer, the others' warps are consumers
-stage       a place for a tile in a ring of them: the last mode of a tile's layout, and a pair of barriers in a
-            pipeline.PipelineTmaAsync, by which the producer tells that the tile is there, consumers that it was read
+role        of a warp: those of the first warpgroup have one each (PRODUCER, SCHEDULER ...), all others are consumers
+stage       a place for a tile in a ring of them: the last mode of a tile's layout, and a pair of barriers, by which the
+            producer tells that the tile is there, consumers that it was read: rings.Barriers where blocks go on from
+            item to item, a pipeline.PipelineTmaAsync where they have but one
 map         a cute.CopyAtom of the copy engine: where an array lies, and how its tiles are to lie in shared memory
 """
 
@@ -92,10 +93,18 @@ def _stride(modes):
 # -- Hopper -----------------------------------------------------------------------------------------------------------
 
 
+# Roles of the first warpgroup's warps, by their numbers.
+PRODUCER = 0  # has the copy engine bring tiles
+SCHEDULER = 1  # takes items, and tells what they are
+TABLE_PRODUCER = 2  # has the copy engine bring tiles of a table, beside keys
+FIRST_STORER = 2  # this one and the next hand the copy engine what is added to d_q
+
+
 def role_of():
-    """The number of this thread's warpgroup, the same for all of a warp as compilers see it, and whether it copies."""
+    """The numbers of this thread's warpgroup and of its warp, the same for all of a warp as compilers see it. The first
+    warpgroup's warps have roles of their own, the others' consume."""
     warp_number = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    return warp_number // 4, warp_number == 0
+    return warp_number // 4, warp_number
 
 
 def table_tiles(element, rows, columns, count):
