@@ -109,26 +109,33 @@ struct Scores {
         work.first_query = meeting.tile * TILE_Q;
         return work;
     }
-    // For each of the thread's scores, with the query's and the key's values of the variant.
-    template <class Act> __device__ __forceinline__ void for_each(Act act) {
+    // What a variant knows before it sees a score.
+    struct Seen {
+        int n_q;
+        variant::Head head;
+    };
+    __device__ __forceinline__ Seen look() const {
         const Work work = this->work();
-        const variant::Head head = variant::head(params, work);
-        const int tile = item().j * TILE_K;
-        const variant::Key key[2] = {variant::key(params, head, tile, first_key()),
-                                     variant::key(params, head, tile, first_key() + 8)};
+        return {work.sequence.n_q, variant::head(params, work)};
+    }
+    // For each of the thread's scores, with the query's and the key's values of the variant.
+    template <class Act> __device__ __forceinline__ void for_each(const Seen& seen, Act act) {
+        const int first = shared.meeting(q_stage()).tile * TILE_Q + first_query(), tile = item().j * TILE_K;
+        const variant::Key key[2] = {variant::key(params, seen.head, tile, first_key()),
+                                     variant::key(params, seen.head, tile, first_key() + 8)};
         uint32 cells[4];
 #pragma unroll
         for (int n = 0; n < QUERIES / 8; n++) {
             if (USES_TABLE && n % 2 == 0) read_cells(cells, n);
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                const int query = work.first_query + first_query() + n * 8 + lane % 4 * 2 + e;
-                const variant::Row row = variant::seen_from(variant::row(params, head, query), tile);
+                const int query = first + n * 8 + lane % 4 * 2 + e;
+                const variant::Row row = variant::seen_from(variant::row(params, seen.head, query), tile);
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     variant::Near near = variant::near_cells(row, key[half]);
                     if (USES_TABLE) variant::set_table_cell(near, one_of(cells[n % 2 * 2 + half], e));
-                    act(n * 4 + half * 2 + e, query, head, row, key[half], near);
+                    act(n * 4 + half * 2 + e, query, row, key[half], near);
                 }
             }
         }
@@ -143,13 +150,12 @@ struct Scores {
     __device__ __forceinline__ float one_of(const uint32& two, int which) const {
         return widen(reinterpret_cast<const variant::TableCell*>(&two)[which]);
     }
-    __device__ __forceinline__ void score() {
-        if (!SCORED && !is_partial) return;
-        const int n_q = params.sequences[item().sequence].n_q;  // of what is beyond, a variant may make anything
-        for_each([&](int i, int query, const variant::Head& head, const variant::Row& row, const variant::Key& key,
-                     const variant::Near& near) {
+    // Of what is beyond the last query, a variant may make anything.
+    __device__ __forceinline__ void score(const Seen& seen) {
+        const variant::Head& head = seen.head;
+        for_each(seen, [&](int i, int query, const variant::Row& row, const variant::Key& key, const variant::Near& near) {
             if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
-            if (query >= n_q || (is_partial && !variant::mask(params, head, row, key, near))) s[i] = -INFINITY;
+            if (query >= seen.n_q || (is_partial && !variant::mask(params, head, row, key, near))) s[i] = -INFINITY;
         });
     }
     // lse is subtracted first: as a power of 2 it would be rounded, by much where scores are large. Nor may products be added
@@ -174,11 +180,12 @@ struct Scores {
         }
     }
     __device__ __forceinline__ void multiply_by_slopes() {
-        if constexpr (variant::HAS_SLOPE)
-            for_each([&](int i, int, const variant::Head& head, const variant::Row& row, const variant::Key& key,
-                         const variant::Near& near) {
-                if (s[i] != 0) s[i] *= variant::slope(params, head, row, key, near, plain[i]);
+        if constexpr (variant::HAS_SLOPE) {
+            const Seen seen = look();
+            for_each(seen, [&](int i, int, const variant::Row& row, const variant::Key& key, const variant::Near& near) {
+                if (s[i] != 0) s[i] *= variant::slope(params, seen.head, row, key, near, plain[i]);
             });
+        }
     }
     // s of 16 queries, narrowed.
     __device__ __forceinline__ void pack(uint32 (&to)[4], int k) const {
@@ -194,17 +201,21 @@ struct Scores {
 #pragma unroll
         for (int n = 0; n < AHEAD; n++) shifts[n] = two_of(shared.shift(q_stage()), n);
     }
-    // p of the first queries, while d_p is multiplied.
+    // p of the first queries, while d_p is multiplied. What scores need is looked up while s is: it is a way to memory and back.
     __device__ __forceinline__ void find_p() {
         begin_s_and_d_p();
         if (QUERIES == 128) read_ahead();
+        const bool is_scored = SCORED || is_partial;
+        Seen seen;
+        if (is_scored && !WIDE) seen = look();
         hw::wgmma_wait<1>();
         hw::pin(s);
+        if (is_scored && WIDE) seen = look();  // its registers have no room for it before
         if (variant::HAS_SLOPE)
 #pragma unroll
             for (int i = 0; i < QUERIES / 2; i++) plain[i] = s[i] * params.scale;
         if (USES_TABLE) hw::mbarrier_wait(shared.table_full(), steps % 2);
-        score();
+        if (is_scored) score(seen);
 #pragma unroll
         for (int k = 0; k < SOONER / 2; k++) exponentiate(k);
     }
