@@ -349,7 +349,7 @@ MISTAKES: dict[str, Mistake] = {
     "the kind of another query tile": Mistake(
         WRONG, "causal", {"shared.meeting(q_stage()).kind": "shared.meeting(1 - q_stage()).kind"},
     ),
-    "scores beyond the last query": Mistake(WRONG, "no number beyond the last query", {"query >= n_q || ": ""}),
+    "scores beyond the last query": Mistake(WRONG, "no number beyond the last query", {"query >= seen.n_q || ": ""}),
     "s that begins with what was there": Mistake(
         WRONG, "full", {"multiply_rows<DEPTH, false, 0>": "multiply_rows<DEPTH, true, 0>"},
     ),
@@ -381,7 +381,7 @@ MISTAKES: dict[str, Mistake] = {
     "delta of half of the columns": Mistake(WRONG, "whole tiles", {"apart < LANES; apart": "apart < LANES / 2; apart"}),
     "d_lse added": Mistake(WRONG, "full", {"delta[pass] -= *row_of": "delta[pass] += *row_of"}),
     "no slope": Mistake(
-        WRONG, "a slope", {"s[i] *= variant::slope(params, head, row, key, near, plain[i]);": "s[i] *= 1;"},
+        WRONG, "a slope", {"s[i] *= variant::slope(params, seen.head, row, key, near, plain[i]);": "s[i] *= 1;"},
     ),
     "a slope of scores without scale": Mistake(
         WRONG, "a slope", {"plain[i] = s[i] * params.scale;": "plain[i] = s[i];"},

@@ -123,7 +123,7 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "d 256", {"(first_query() + n * 8 + lane % 4 * 2) * 4": "(n * 8 + lane % 4 * 2) * 4"}
     ),
     "a mask of the other queries": Mistake(
-        WRONG, "d 256, causal", {"work.first_query + first_query() + n * 8": "work.first_query + n * 8"}
+        WRONG, "d 256, causal", {"tile * TILE_Q + first_query(), tile": "tile * TILE_Q, tile"}
     ),
     "d_k stored by the other warpgroup": Mistake(
         WRONG, "d 256", {"d_k, number * HALF, D": "d_k, (1 - number) * HALF, D"}
