@@ -25,9 +25,10 @@ from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, validate
 from tilewise.contract import check_results, gradients_to_pull
 from tilewise.kernels.cuda import marshal
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.simulator import Order, kernel
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
-from tilewise.spec import Partial
+from tilewise.spec import Partial, Shape, Tile
 
 pytestmark = needs_compiler
 
@@ -57,6 +58,14 @@ def test_gradients_are_right_and_have_the_same_bits_in_every_order(problem: str,
 def test_gradients_in_no_order_are_right(problem: str) -> None:
     for order, seed in ((Order.FORWARD, 1), (Order.RANDOM, 2)):
         check(problem, order, seed, "unordered")
+
+
+@pytest.mark.parametrize("problem", [name for name in PROBLEMS if name.startswith("tiles of 80")])
+def test_tiles_of_80_are_taken(problem: str) -> None:
+    """Where they are fewer by enough: the problems are called after them."""
+    call = posed(problem).call
+    shape = Shape.of(call.spec, call.q, call.k, call.v)
+    assert BACKWARD_SM90.rungs(shape)[0].default_tile(call.spec, shape) == Tile(80, 128)
 
 
 def test_what_meets_nothing_is_zero() -> None:

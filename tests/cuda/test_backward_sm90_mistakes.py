@@ -61,7 +61,7 @@ WRITE_D_S = "        write_turned(d_s_tile(), d_s);\n"
 MEET_OTHER = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
 TELL_LATE = "        if (TELLS_LATE && owes) tell_of(steps - 1);\n"
 MEET_ITSELF = "        hw::barrier_sync(Shared::D_S_WRITTEN + 6 * number, 128);\n"
-MEET_TURNED = "        hw::barrier_sync(Shared::to_store(number), 128);\n"
+SEND = "        hw::fence_async();\n        meet();\n"
 MEET_AT_THE_END = (
     "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // both have multiplied all d_s: its places are free\n"
 )
@@ -260,20 +260,20 @@ MISTAKES: dict[str, Mistake] = {
     "d_k and d_v written over d_s that the other warpgroup multiplies": Mistake(
         f"{UNFENCED}|{ISSUED}", "d 128", {MEET_AT_THE_END: ""},
     ),
-    "no fence after d_k": Mistake(UNFENCED, "d 128", {f"        hw::fence_async();\n    {MEET_TURNED}": MEET_TURNED}),
+    "no fence after d_k": Mistake(UNFENCED, "d 128", {SEND: "        meet();\n"}),
     "d_k stored before all have written it": Mistake(
-        f"{WRONG}|{UNFENCED}", "d 128", {f"hw::fence_async();\n    {MEET_TURNED}": "hw::fence_async();\n"},
+        f"{WRONG}|{UNFENCED}", "d 128", {SEND: "        hw::fence_async();\n"},
     ),
     "d_k written over d_v that is not stored": Mistake(
-        f"{WRONG}|{UNFENCED}", "d 128", {"            if (BEFORE + part >= PLACES) await_stores<PLACES - 1>();\n": ""},
+        f"{WRONG}|{UNFENCED}", "d 128", {"if (BEFORE + part >= Outbox::PLACES)": "if (false)"},
     ),
-    "d_s written over d_k that is not stored": Mistake(
-        f"{WRONG}|{UNFENCED}", "grouped", {"            this->settle();\n": ""},
+    "stores that nobody waits for": Mistake(
+        "the block ends while this copy is under way", "one query tile", {"            this->settle();\n": ""},
     ),
     "d_k of the other keys": Mistake(
         WRONG, "d 128", {"item.first_key + first_of_64(), item.hk": "item.first_key + 64 - first_of_64(), item.hk"},
     ),
-    "the same columns of d_k twice": Mistake(WRONG, "d 128", {"from, part * PART, item": "from, 0, item"}),
+    "the same columns of d_k twice": Mistake(WRONG, "d 128", {"place, part * PART, item": "place, 0, item"}),
     # Products.
     "wrong swizzle of d_s": Mistake(WRONG, "full", {"^ query % 8) * 16;\n#": "^ query % 4) * 16;\n#"}),
     "wrong step along d_s": Mistake(
@@ -292,13 +292,13 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "d 128", {"Q_PARTS == 2 ? TILE_K * ROW_BYTES": "Q_PARTS == 2 ? ROW_BYTES / 2"},
     ),
     "the other half of d_q": Mistake(
-        WRONG, "d 128", {"column = HALVES_QUERIES ? 0 : number * HALF": "column = (1 - number) * HALF"},
+        WRONG, "d 128", {"column = HALVES_QUERIES ? 0 : number * PART": "column = (1 - number) * PART"},
     ),
     "the other queries of d_q": Mistake(
-        WRONG, "whole tiles", {"HALVES_QUERIES ? number * 64 : 0) + w": "HALVES_QUERIES ? (1 - number) * 64 : 0) + w"},
+        WRONG, "whole tiles", {"(HALVES_QUERIES ? number * 64 : 0);": "(HALVES_QUERIES ? (1 - number) * 64 : 0);"},
     ),
-    "d_q's rows in another order": Mistake(
-        WRONG, "whole tiles", {"lane / 4 + lower * 8": "lane / 4 + (1 - lower) * 8"},
+    "the last rows of a packed sequence's d_q in another order": Mistake(
+        WRONG, "packed", {"lane / 4 + lower * 8": "lane / 4 + (1 - lower) * 8"},
     ),
     # Columns down.
     "wrong step along k, columns down": Mistake(
@@ -314,14 +314,17 @@ MISTAKES: dict[str, Mistake] = {
     "the only place of d_q overwritten before it was read": Mistake(
         f"{WRONG}|{UNFENCED}", "tiles of 80", {AWAIT_D_Q_FREE: ""},
     ),
-    "d_q that is read before it is turned": Mistake(
-        f"{WRONG}|race", "tiles of 80", {f"{MEET_TURNED}        for (int i": "        for (int i"},
+    "d_q written over that of a tile before": Mistake(
+        f"{WRONG}|{UNFENCED}", "d 128", {"        box.await<Outbox::PLACES - 1>();\n": ""},
+    ),
+    "d_q of the tile before's queries": Mistake(
+        WRONG, "tiles of 80", {"row = tile.first_query + (H": "row = tile.first_query - TILE_Q + (H"},
+    ),
+    "the end of a packed sequence in another order": Mistake(
+        WRONG, "tiles of 80, packed", {"n / 4 * 8 + lane % 4 * 2 + n % 2, column": "n / 4 * 8 + lane % 4 * 2, column"},
     ),
     "d_q turned into the same columns": Mistake(
         WRONG, "tiles of 80", {"eight = warp * 2 + lane / 8 % 2;": "eight = warp * 2;"},
-    ),
-    "no scale of d_q that is turned": Mistake(
-        WRONG, "tiles of 80", {"const float scale = launch.backward.params.scale;": "const float scale = 1.0f;"},
     ),
     "the other warpgroup's keys": Mistake(
         WRONG, "full", {"hw::anew(keys) + first_of_64()": "hw::anew(keys) + (64 - first_of_64())"},
@@ -388,7 +391,10 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "no scale of d_k": Mistake(WRONG, "full", {"&launch.d_k, d_k, item, params.scale": "&launch.d_k, d_k, item, 1.0f"}),
     "no scale of d_q": Mistake(
-        WRONG, "full", {"&tile.held[0][lower * 2], launch.backward.params.scale": "&tile.held[0][lower * 2], 1.0f"},
+        WRONG, "full", {"const float scale = launch.backward.params.scale;": "const float scale = 1.0f;"},
+    ),
+    "no scale of d_q's last rows": Mistake(
+        WRONG, "packed", {"&tile.held[lower * 2], launch.backward.params.scale": "&tile.held[lower * 2], 1.0f"},
     ),
     # Tables.
     "no wait for a table": Mistake(f"{WRONG}|more often", "a table, d 128", {AWAIT_TABLE: ""}),

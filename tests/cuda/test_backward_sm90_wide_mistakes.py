@@ -131,9 +131,26 @@ MISTAKES: dict[str, Mistake] = {
     "d_v as wide as d_k": Mistake(WRONG, "d 192, d_v 128", {"d_v, number * V_HALF, D_V": "d_v, number * HALF, D_V"}),
 }
 
+# Where there is no order: all key tiles add.
+UNORDERED: dict[str, Mistake] = {
+    "sums that do not begin at 0": Mistake(WRONG, "d 256", {"sums[i] = make_float4(0, 0, 0, 0)": "sums[i] = sums[i]"}),
+    "half of the sums begin at 0": Mistake(
+        WRONG, "d 256", {"i < 2 * HALF_BYTES / 16; i +=": "i < HALF_BYTES / 16; i +="}
+    ),
+    "a sum that is stored": Mistake(WRONG, "d 256", {"!FIRST_STORES ? 1 :": "!FIRST_STORES ? 0 :"}),
+    "sums taken for empty": Mistake(WRONG, "d 256", {"FIRST_STORES ? 0 : 1;": "0;"}),
+}
+
 
 def test_all_mistakes_can_be_planted() -> None:
-    check_all_can_be_planted(WIDE_FILES, MISTAKES)
+    check_all_can_be_planted(WIDE_FILES, MISTAKES | UNORDERED)
+
+
+@pytest.mark.parametrize("mistake", UNORDERED)
+def test_a_mistake_without_an_order_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, problem, edits = UNORDERED[mistake]
+    plant(monkeypatch, WIDE_FILES, edits)
+    expect_told(expected, partial(check, problem, name="unordered"))
 
 
 @pytest.mark.parametrize("mistake", some(MISTAKES))

@@ -8,6 +8,7 @@ import numpy as np
 
 from tilewise.kernels.cuda import wgmma
 from tilewise.kernels.cuda.rungs import PLAIN, RUNGS, SOURCES, UNORDERED, ForwardSm90, Rung, Tiled, parts, up
+from tilewise.schedule import plan
 from tilewise.spec import Attention, Shape, Tile
 
 
@@ -93,7 +94,7 @@ class _BackwardSm90:
         # A step of 80 takes less than 1.2 times as long as one of 64. Its d_q has 64 columns for each warpgroup. What
         # looks at arrays before, to skip tiles, has queries by 32.
         can = parts(shape.d) == 2 and not spec.loaded
-        return Tile(80 if can and 1.2 * _query_tiles(spec, shape, 80) < _query_tiles(spec, shape, 64) else 64, 128)
+        return Tile(80 if can and 1.18 * _visits(spec, shape, 80) < _visits(spec, shape, 64) else 64, 128)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return tile  # its own: these kernels are not told others
@@ -192,9 +193,16 @@ class Hoppers:
         return {"rows": 2 * rows, "sums": sums, "turns": turns, "done": done}
 
 
-def _query_tiles(spec: Attention, shape: Shape, size: int) -> int:
-    lengths = np.diff(spec.lengths.q) if spec.lengths is not None else np.array([shape.n_q])
-    return int((-(-lengths // size)).sum())
+_LONG = 4096  # queries, of which what a mask leaves of their tiles' edges hardly counts
+
+
+def _visits(spec: Attention, shape: Shape, size: int) -> int:
+    """Query tiles of so many queries that key tiles meet, but for a factor."""
+    if spec.mask is None or shape.n_q >= _LONG:
+        lengths = np.diff(spec.lengths.q) if spec.lengths is not None else np.array([shape.n_q])
+        return int((-(-lengths // size)).sum())
+    tables = (plan(spec, part, Tile(size, 128)).by_key.table for part, _, _ in shape.sequences(spec.lengths))
+    return sum(int((table[:, 1] - table[:, 0]).sum()) for table in tables)
 
 
 def _columns_down(tile: Tile) -> bool:

@@ -299,7 +299,7 @@ def backward_launch(
 
 
 _UNDER_WAY = 1.5  # key tiles a block that may not be done when d_q of those before is to be rounded, and some to spare
-_SHARE = 1 << 18  # bytes of sums that a block rounds at a time: few enough that all blocks have some to do
+_SHARE = 1 << 17  # bytes of sums that a block rounds at a time: about as many as its registers hold
 
 
 def _shares(shape: Shape, tile: Tile, by_query: Tables) -> tuple[int, int]:
@@ -396,9 +396,6 @@ def _sections(shape: Shape, made: Tables, at_once: int) -> tuple[int, int]:
     return (heads, 1) if count == 0 else (before // count, count + 1)
 
 
-_CHAIN = 2.5  # steps from one key tile's addition to a sum until the next tile's may follow, and some to spare
-
-
 def _backward_sections(shape: Shape, by_key: Tables, at_once: int, ordered: bool) -> tuple[int, int]:
     """How many heads take turns, and how many sections there are.
 
@@ -410,7 +407,7 @@ def _backward_sections(shape: Shape, by_key: Tables, at_once: int, ordered: bool
     if not ordered:
         return 1, heads
     by_cache = _L2_SHARE // max(1, 2 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v))
-    by_chain = math.ceil(_CHAIN * at_once / max(1.0, by_key.mean_visits * shape.group))
+    by_chain = 2 + math.ceil(at_once / max(1.0, by_key.mean_visits * shape.group))  # a step from one to the next
     section = min(heads, max(1, by_cache, by_chain))
     return section, max(1, heads // section)
 
@@ -419,11 +416,12 @@ def tensor_maps(
     operands: dict[str, View], dtype: str, tile: Tile, table: Table | None = None, loaded: Sequence[View] = ()
 ) -> dict[str, TensorMap]:
     """q, k, v and d_out, those that there are, as TMA loads them: (d, n, heads, batch), a part of a tile's columns. And
-    d_k and d_v, as a warpgroup has it store them.
+    d_q, d_k and d_v, as a warpgroup has it store them.
 
     table: an array among those that the variant loads of which tiles come along: (keys, queries, other, other).
     """
     rows = {"q": tile.q, "k": tile.k, "v": tile.k, "d_out": tile.q, "d_k": WARPGROUP_ROWS, "d_v": WARPGROUP_ROWS}
+    rows["d_q"] = tile.q if tile.q % WARPGROUP_ROWS else WARPGROUP_ROWS
     maps = {name: _tensor_map(operands[name], dtype, count) for name, count in rows.items() if name in operands}
     if table is not None:
         maps["table"] = _table_map(loaded[table.slot], table, tile)

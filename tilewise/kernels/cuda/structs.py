@@ -9,7 +9,7 @@ from typing import Any
 
 MAX_RANK = 8
 MOST_BYTES = 4 << 10  # of parameters that kernels of any driver take
-MAX_ARRAYS = 19  # all of Launch must fit them
+MAX_ARRAYS = 18  # all of Launch must fit them
 MAX_CONSTANTS = 7  # of bounds, such as a window's sizes
 _ALIGNMENT = 64  # tensor maps need it
 
@@ -75,7 +75,7 @@ def launch_type(n_arrays: int) -> type[Structure]:
 
 
 BACKWARD_OPERANDS = ("q", "k", "v", "d_out")  # that the copy engine brings
-BACKWARD_RESULTS = ("d_k", "d_v")  # that it stores
+BACKWARD_RESULTS = ("d_q", "d_k", "d_v")  # that it stores
 SUMS_MAPS = (*BACKWARD_OPERANDS, "table")
 BACKWARD_MAPS = (*BACKWARD_OPERANDS, *BACKWARD_RESULTS, "table")
 BACKWARD_ARRAYS = ("d_out", "d_lse", "delta", "d_q", "d_k", "d_v")

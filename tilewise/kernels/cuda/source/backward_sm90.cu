@@ -19,6 +19,7 @@
 #include "sm90_backward.h"
 #include "sm90_table.h"
 #include "sm90_backward_producer.h"
+#include "sm90_backward_outbox.h"
 #include "sm90_backward_d_query.h"
 #include "sm90_backward_consumer.h"
 
@@ -100,40 +101,21 @@ struct Narrow : Scores {
             store_parts<ceil_div(COLUMNS, PART), DEPTH>(&launch.d_k, d_k, item, params.scale);
         }
     }
-    // By the copy engine, 64 columns at a time, by way of the places of d_s: of each a warpgroup has the part where its own keys
-    // are. What comes after BEFORE others may have to wait for a place.
-    static constexpr int IN_ONE = TILE_Q / 64, PLACES = S_STAGES * IN_ONE;
+    // 64 columns at a time. What comes after BEFORE others may have to wait for a place.
     template <int BEFORE, int N>
     __device__ __forceinline__ void store_parts(const TensorMap* to, const float (&sums)[N / 2], const Shared::Item& item,
                                                 float scale) const {
+        const Outbox box = outbox();
 #pragma unroll
         for (int part = 0; part < ceil_div(N, PART); part++) {
-            const int place = (BEFORE + part) % PLACES;
-            const uint32 from = shared.d_s(place / IN_ONE) + (number * TILE_Q + place % IN_ONE * 64) * ROW_BYTES;
-            if (BEFORE + part >= PLACES) await_stores<PLACES - 1>();
-            write_part(from, sums, part, N, scale);
-            hw::fence_async();
-            hw::barrier_sync(Shared::to_store(number), 128);
-            if (threadIdx.x % 128 == 0) {
-                hw::tma_store_4d(to, from, part * PART, item.first_key + first_of_64(), item.hk, item.b);
-                hw::tma_store_commit();
-            }
-        }
-    }
-    template <int N>
-    __device__ __forceinline__ void write_part(uint32 to, const float (&sums)[N], int part, int columns, float scale) const {
-        const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-#pragma unroll
-        for (int k = part * 4; k < part * 4 + 4 && k * 16 < columns; k++) {
-            uint32 words[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                words[i] = hw::packed<Element>(sums[8 * k + 2 * i] * scale, sums[8 * k + 2 * i + 1] * scale);
-            hw::store_matrices(to + row * ROW_BYTES + ((k % 4 * 2 + lane / 16) ^ row % 8) * 16, words);
+            const uint32 place = box.place(BEFORE + part);
+            if (BEFORE + part >= Outbox::PLACES) box.await<Outbox::PLACES - 1>();
+            box.write(place, sums, part * PART, scale);
+            box.send(to, place, part * PART, item.first_key + first_of_64(), item.hk, item.b);
         }
     }
     // Before anything is written to the places of d_s again.
-    __device__ __forceinline__ void settle() const { await_stores<0>(); }
+    __device__ __forceinline__ void settle() const { outbox().await<0>(); }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) attention(const __grid_constant__ Launch launch) {

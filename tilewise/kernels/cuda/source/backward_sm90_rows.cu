@@ -55,5 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_ROWS) attention(const __
         rows[TILE_Q + row] = -delta[pass];
     }
     if (tile == 0 && h % params.group == 0 && threadIdx.x == 0) *done_of(launch, b, h / params.group) = 0;
-    if (threadIdx.x < TURNS) launch.turns[at * TURNS + threadIdx.x] = 0;
+    if (threadIdx.x < TURNS) launch.turns[at * TURNS + threadIdx.x] = FIRST_STORES ? 0 : 1;
+    if (FIRST_STORES) return;
+    float4* const sums = reinterpret_cast<float4*>(launch.sums + at * (2 * HALF_BYTES / 4));
+    for (int i = threadIdx.x; i < 2 * HALF_BYTES / 16; i += THREADS_OF_ROWS) sums[i] = make_float4(0, 0, 0, 0);
 }

@@ -100,10 +100,12 @@ INLINE int load_acquire(const int* at) {
 }
 // Until the number is this one. What is asked for again and again is not to empty the multiprocessor's cache each time.
 INLINE void wait_for_number(const int* at, int number) {
-    int value;
-    do asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    while (value != number);
-    load_acquire(at);
+    int value = load_acquire(at);
+    while (value != number) {
+        do asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+        while (value != number);
+        load_acquire(at);
+    }
 }
 // Between such a number and what the copy engine does in global memory.
 INLINE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -30,10 +30,12 @@ constexpr int HALF_BYTES = 64 * HALF * 4, PIECE_BYTES = 64 * PIECE * 4;
 // Storers have a half of every step each, in one place, or both halves of every second step, where there is room for that.
 constexpr bool STORES_HALVES = WIDE || COLUMNS_DOWN;
 constexpr int TURNS = STORES_HALVES ? 2 : 1;  // of each query tile: halves have their own
+// Whether the first key tile of a query tile stores its part of d_q, for which the others wait, or all add to sums of 0.
+constexpr bool FIRST_STORES = ORDERED || !WIDE;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Launch {  // as in ../structs.py
-    TensorMap q, k, v, d_out, d_k, d_v, table;
+    TensorMap q, k, v, d_out, d_q, d_k, d_v, table;
     Backward backward;  // its plan is by keys
     const Sequence* sequences;  // the same plan by queries
     const int* offsets;

@@ -298,11 +298,7 @@ struct Scores {
             store_row<2 * N>(row + column, &sums[half * 2], scale, lane % 4, key < item.left, width - column);
         }
     }
-    // Until what the warpgroup has the copy engine store is read. All know it then.
-    template <int LATER> __device__ __forceinline__ void await_stores() const {
-        if (threadIdx.x % 128 == 0) hw::tma_store_wait<LATER>();
-        hw::barrier_sync(Shared::to_store(number), 128);
-    }
+    __device__ __forceinline__ Outbox outbox() const { return {shared, number, int(threadIdx.x % 128)}; }
 };
 
 // Key tiles, one after the other. How a kernel meets a query tile is its step; with the last one it lets v go.

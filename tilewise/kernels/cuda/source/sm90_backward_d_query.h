@@ -8,11 +8,12 @@ struct DQuery {
     // Of the warpgroup; in it, of the thread. The compiler does not know them: what follows from them would be reckoned before
     // the first key tile, and registers held for it all the time.
     const int number, thread, warp = thread / 32, lane = thread % 32;
+    int sent = 0;  // tiles, by the copy engine
 
     struct Tile {
         int b, h, of_all, first_query, turns;
         const Sequence* sequence;
-        float held[HALF / 8][4];
+        float held[HALF / 2];
     };
 
     __device__ __forceinline__ DQuery(const Launch& launch, const Shared& shared, int number)
@@ -26,7 +27,7 @@ struct DQuery {
         const Params& params = launch.backward.params;
         if (lane == 0) hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);
         __syncwarp();
-        if (COLUMNS_DOWN) hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // nobody reads what is there
+        if (SENDS) hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // both have multiplied all d_s: its places are free
         const int first = item.j * launch.share, last = min(first + launch.share, params.group * launch.q_tiles);
         Tile tiles[AT_ONCE];
 #pragma unroll
@@ -54,58 +55,67 @@ struct DQuery {
 #pragma unroll
         for (int n = 0; n < HALF / 8; n++) {
             const float4 x = sums[n * 128];
-            tile.held[n][0] = x.x;
-            tile.held[n][1] = x.y;
-            tile.held[n][2] = x.z;
-            tile.held[n][3] = x.w;
+            tile.held[n * 4] = x.x;
+            tile.held[n * 4 + 1] = x.y;
+            tile.held[n * 4 + 2] = x.z;
+            tile.held[n * 4 + 3] = x.w;
         }
     }
     // If the query tile met no key tile, nothing was stored, and what was read is anything.
-    __device__ __forceinline__ void store(Tile& tile) const {
+    __device__ __forceinline__ void store(Tile& tile) {
         if (tile.turns == 0)
 #pragma unroll
-            for (int i = 0; i < HALF / 2; i++) tile.held[i / 4][i % 4] = 0;
-        if constexpr (COLUMNS_DOWN) store_turned(tile);
-        else store_rows(tile);
+            for (int n = 0; n < HALF / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) tile.held[n * 4 + e] = 0;
+        const int left = tile.sequence->n_q - tile.first_query;  // beyond are the next sequence's
+        const bool ends = launch.backward.params.n_sequences > 1 && left < TILE_Q;
+        if (SENDS && !ends) send(tile);
+        else if constexpr (COLUMNS_DOWN) store_columns(tile, left);
+        else store_rows(tile, left);
+    }
+    // Whether 64 columns, or 64 queries, lie in a place as the copy engine stores them.
+    static constexpr bool SENDS = COLUMNS_DOWN || (!WIDE && HALF == PART);
+    __device__ __forceinline__ void send(const Tile& tile) {
+        const Outbox box{shared, number, thread};
+        const float scale = launch.backward.params.scale;
+        const uint32 place = box.place(sent++);
+        box.await<Outbox::PLACES - 1>();
+        if constexpr (COLUMNS_DOWN) write_turned(place, tile, scale);
+        else box.write(place, tile.held, 0, scale);
+        const int column = HALVES_QUERIES ? 0 : number * PART, row = tile.first_query + (HALVES_QUERIES ? number * 64 : 0);
+        box.send(&launch.d_q, place, column, tile.sequence->q_begin + row, tile.h, tile.b);
     }
     __device__ __forceinline__ Element* row(const Tile& tile, int query) const {
         return row_of<Element>(launch.backward.d_q, tile.b, tile.h, tile.sequence->q_begin + tile.first_query + query);
     }
-    static __device__ __forceinline__ bool is_inside(const Tile& tile, int query) {
-        return tile.first_query + query < tile.sequence->n_q;
-    }
-    __device__ __forceinline__ void store_rows(const Tile& tile) const {
+    __device__ __forceinline__ void store_rows(const Tile& tile, int left) const {
         const int column = HALVES_QUERIES ? 0 : number * HALF;
 #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
             const int query = (HALVES_QUERIES ? number * 64 : 0) + warp * 16 + lane / 4 + lower * 8;
-            store_row<HALF>(row(tile, query) + column, &tile.held[0][lower * 2], launch.backward.params.scale, lane % 4,
-                            is_inside(tile, query), D - column);
+            store_row<HALF>(row(tile, query) + column, &tile.held[lower * 2], launch.backward.params.scale, lane % 4, query < left,
+                            D - column);
         }
     }
-    // Columns lie down, queries across: they are turned by way of the place of d_s, of which each warpgroup has the part where
-    // its own keys are.
-    __device__ __forceinline__ void store_turned(const Tile& tile) const {
-        const float scale = launch.backward.params.scale;
-        const uint32 part = shared.d_s(0) + number * TILE_Q * ROW_BYTES;  // 64 columns
+    // Columns lie down, queries across: in a place they are turned.
+    __device__ __forceinline__ void write_turned(uint32 to, const Tile& tile, float scale) const {
 #pragma unroll
         for (int n = 0; n < HALF / 8; n += 2) {
             uint32 words[4];
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                words[i] = hw::packed<Element>(tile.held[n + i / 2][i % 2 * 2] * scale, tile.held[n + i / 2][i % 2 * 2 + 1] * scale);
+                words[i] = hw::packed<Element>(tile.held[n * 4 + 2 * i] * scale, tile.held[n * 4 + 2 * i + 1] * scale);
             const int query = n * 8 + lane / 16 * 8 + lane % 8, eight = warp * 2 + lane / 8 % 2;
-            hw::store_matrices_turned(part + place(query, eight), words);
+            hw::store_matrices_turned(to + query * ROW_BYTES + (eight ^ query % 8) * 16, words);
         }
-        hw::barrier_sync(Shared::to_store(number), 128);
-        for (int i = thread; i < TILE_Q * 8; i += 128) {
-            const int query = i / 8, eight = i % 8, column = number * PART + eight * 8;
-            if (is_inside(tile, query) && column < D)
-                *reinterpret_cast<uint4*>(row(tile, query) + column) =
-                    *reinterpret_cast<const uint4*>(shared.memory + (part - shared.base) + place(query, eight));
-        }
-        hw::barrier_sync(Shared::to_store(number), 128);
     }
-    // Of eight columns of a query, swizzled as tiles are.
-    static __device__ __forceinline__ int place(int query, int eight) { return query * ROW_BYTES + (eight ^ query % 8) * 16; }
+    // The end of a packed sequence, number by number.
+    __device__ __forceinline__ void store_columns(const Tile& tile, int left) const {
+#pragma unroll
+        for (int n = 0; n < HALF / 2; n++) {
+            const int query = n / 4 * 8 + lane % 4 * 2 + n % 2, column = number * PART + warp * 16 + lane / 4 + n % 4 / 2 * 8;
+            if (query < left && column < D) row(tile, query)[column] = narrow<Element>(tile.held[n] * launch.backward.params.scale);
+        }
+    }
 };

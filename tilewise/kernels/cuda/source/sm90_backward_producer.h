@@ -182,7 +182,7 @@ struct Loader {
             // for each q tile of the schedule: d_out
             while (is_met) {
                 const int64 tile = at.tile_of_all();
-                const int turn = ORDERED ? turn_of(at) : min(turn_of(at), 1);
+                const int turn = !FIRST_STORES ? 1 : ORDERED ? turn_of(at) : min(turn_of(at), 1);
                 wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);
                 if (lane == 0) {
                     shared.addition(o_ring.stage).tile = tile;
@@ -202,7 +202,7 @@ struct Loader {
 // Two warps add d_q to the sums, each from a place of its own. One has even steps, the other odd ones: while one waits until it
 // is this key tile's turn, or for the copy engine, the other's work goes on. Where tiles are large, each has a half of every
 // step, and its place is for a piece at a time. The first key tile of a query tile need not add: nothing was there before. If
-// there is no order, all others have the second turn. Who owes others a turn waits for nothing but the copy engine.
+// there is no order, all others have the second turn; wide heads, whose storers have no time to wait, add to sums of 0. Who owes others a turn waits for nothing but the copy engine.
 struct Storer {
     const Launch& launch;
     const Shared& shared;
@@ -236,7 +236,7 @@ struct Storer {
             tile = shared.addition(stage).tile * TURNS + (STORES_HALVES ? number : 0);
             turn = shared.addition(stage).turn;
             hw::mbarrier_arrive(shared.d_out_free(stage));
-            if (turn > 0) take(launch.turns + tile, turn);
+            if (FIRST_STORES && turn > 0) take(launch.turns + tile, turn);
         }
         __syncwarp();
         for (int piece = 0; piece < PIECES; piece++) {
