@@ -167,8 +167,12 @@ def test_what_a_peer_would_try_is_compiled_in_shares() -> None:
     class Tuner:
         arg_names = ("x",)
 
-        def __init__(self, name: str, count: int, done: list[str]) -> None:
-            self.fn, self.name, self.count, self.done = self, name, count, done
+        def __init__(self, name: str, count: int, done: list[str], chosen: bool = False) -> None:
+            self.fn, self.name, self.count, self.done, self.chosen = self, name, count, done, chosen
+
+        def run(self, *args: Any, grid: Any, warmup: bool) -> None:
+            if not self.chosen:
+                bench_ahead._not_chosen(self, config=0)
 
         def prune_configs(self, kwargs: dict[str, Any]) -> list[Any]:
             return [SimpleNamespace(all_kwargs=lambda i=i: {"config": f"{self.name}{i}"}) for i in range(self.count)]
@@ -180,10 +184,54 @@ def test_what_a_peer_would_try_is_compiled_in_shares() -> None:
 
     done: list[str] = []
     for mine in range(3):
-        run = bench_ahead._compiling(mine, 3)
-        for tuner in (Tuner("a", 4, done), Tuner("b", 3, done)):
+        run = bench_ahead._compiling(mine, 3, Tuner.run)
+        for tuner in (Tuner("a", 4, done), Tuner("c", 5, done, chosen=True), Tuner("b", 3, done)):
             run(tuner, 1.0, grid=(1,), warmup=False)
     assert sorted(done) == ["a0", "a1", "a2", "a3", "b0", "b2"]
+
+
+def test_shares_are_of_small_arrays() -> None:
+    """Each process has its own, and one GPU has room for all of them."""
+    assert {(shape.heads, shape.d) for shape in bench_ahead.representatives()} == {(16, 128), (32, 64)}
+    assert all(shape.batch * shape.n == 16384 for shape in bench_ahead.representatives())
+
+
+def test_what_a_peer_chose_before_is_not_compiled_again() -> None:
+    """By Triton's own tuner, with a choice in its cache folder."""
+    tuning = pytest.importorskip("triton.runtime.autotuner")
+    found, compiled = [True], []
+    configs = [tuning.Config({"BLOCK": size}) for size in (16, 32)]
+
+    class Kernel:
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            assert kwargs["BLOCK"] == 32
+
+        def warmup(self, *args: Any, **kwargs: Any) -> None:
+            compiled.append(kwargs["BLOCK"])
+
+    class Tuner(tuning.Autotuner):  # type: ignore[misc, name-defined]
+        _bench = bench_ahead._not_chosen
+
+        def __init__(self) -> None:
+            self.configs, self.arg_names, self.keys, self.cache, self.cache_results = configs, ["x"], ["x"], {}, True
+            self.fn = self.base_fn = Kernel()
+
+        def prune_configs(self, kwargs: Any) -> Any:
+            return configs
+
+        def check_disk_cache(self, key: Any, configs: Any, bench: Any) -> bool:
+            if found[0]:
+                self.cache[key] = self.configs_timings = configs[1]
+            else:
+                bench()
+            return found[0]
+
+    run = bench_ahead._compiling(0, 1, tuning.Autotuner.run)
+    run(Tuner(), 1, grid=(1,), warmup=False)
+    assert compiled == []
+    found[0] = False
+    run(Tuner(), 1, grid=(1,), warmup=False)
+    assert compiled == [16, 32]
 
 
 def test_everyones_kernels_are_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 Triton compiles one kernel after the other, and a peer that tunes itself tries hundreds of configurations, for minutes.
 What was compiled is found in Triton's cache folder. So each process compiles a share of what the peer would try, and
-the peer then times all of it and chooses, as it always does.
+the peer then times all of it and chooses, as it always does. What it chose in an earlier run is found there as well,
+and nothing else is compiled then.
 """
 
 from __future__ import annotations
@@ -54,9 +55,15 @@ class Compiler:
         """Every so many-th of the configurations that the peer would try; none is launched."""
         from triton.runtime.autotuner import Autotuner
 
-        Autotuner.run = _compiling(mine, number)
-        for shape in {(shape.heads, shape.d): shape for shape in bench_gpu.SHAPES}.values():
+        Autotuner.run, Autotuner._bench = _compiling(mine, number, Autotuner.run), _not_chosen
+        for shape in representatives():
             _forwards_and_backwards(bench_gpu.contestants(shape)[bench_gpu.PEER], shape)
+
+
+def representatives() -> list[bench_gpu.Shape]:
+    """A shape for all that have the same kernels: one that is small, since every process has its arrays."""
+    by_size = sorted(bench_gpu.SHAPES, key=lambda shape: -shape.batch * shape.n)
+    return list({(shape.heads, shape.d): shape for shape in by_size}.values())
 
 
 def _forwards_and_backwards(contestant: bench_gpu.Contestant, shape: bench_gpu.Shape) -> None:
@@ -67,15 +74,28 @@ def _forwards_and_backwards(contestant: bench_gpu.Contestant, shape: bench_gpu.S
     bench_gpu.entered(torch, contestant, inputs)
 
 
-def _compiling(mine: int, number: int) -> Callable[..., None]:
-    """In place of Triton's, which would time each: those of the share are compiled, and nothing is computed."""
+class _NotChosen(Exception):  # noqa: N818 - it names a state
+    """Triton has not chosen among a kernel's configurations, neither here nor in its cache folder."""
+
+
+def _not_chosen(*args: Any, **kwargs: Any) -> None:
+    """In place of Triton's, which would time a configuration."""
+    raise _NotChosen
+
+
+def _compiling(mine: int, number: int, run_chosen: Callable[..., Any]) -> Callable[..., None]:
+    """In place of Triton's `run`, which is run_chosen: what was not chosen yet is compiled, those of the share, and
+    nothing is computed."""
     turns = cycle(range(number))
 
     def run(self: Any, *args: Any, warmup: bool = False, **kwargs: Any) -> None:
-        self.nargs = dict(zip(self.arg_names, args, strict=False))
-        for config in self.prune_configs(kwargs):
-            if next(turns) == mine:
-                with suppress(Exception):  # Triton would not take it either
-                    self.fn.warmup(*args, **kwargs, **config.all_kwargs())
+        try:
+            run_chosen(self, *args, warmup=warmup, **kwargs)
+        except _NotChosen:
+            self.nargs = dict(zip(self.arg_names, args, strict=False))
+            for config in self.prune_configs(kwargs):
+                if next(turns) == mine:
+                    with suppress(Exception):  # Triton would not take it either
+                        self.fn.warmup(*args, **kwargs, **config.all_kwargs())
 
     return run
