@@ -97,9 +97,16 @@ def test_command_refuses_other_kernels(capsys: pytest.CaptureFixture[str]) -> No
     assert f"--kernel: expected one of {known} with --linear, got 'cuda'" in capsys.readouterr().err
 
 
-def test_the_example_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLE))["correctness"]()
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_example_holds(library: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["correctness"](pytest.importorskip(library))
     assert capsys.readouterr().out.count("✓") == 6
+
+
+def test_the_example_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["comparison"]((32, 64))
+    told = capsys.readouterr().out
+    assert "standard ms" in told and [line.split()[0] for line in told.splitlines() if "KiB" in line] == ["32", "64"]
 
 
 def _gpu_results(records: list[Any]) -> dict[str, Any]:
