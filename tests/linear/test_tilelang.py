@@ -32,8 +32,13 @@ needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="TileL
 needs_nvcc = pytest.mark.skipif(compiler.not_installed("sm_90a") is not None, reason="TileLang or nvcc is missing")
 
 
+def slow(name: str) -> Any:
+    """One of what takes a compiler seconds; another stands for it."""
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @needs_c
-@pytest.mark.parametrize("name", ["packed", "all of a sequence"])
+@pytest.mark.parametrize("name", ["packed", slow("all of a sequence")])
 def test_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chunks each, as a GPU would have them in a long sequence."""
     from tilewise.linear.kernels.tilelang import launch
@@ -110,7 +115,7 @@ def test_every_kernel_compiles(kernel: str, is_raw: bool, d: int) -> None:
 
 
 @needs_tilelang
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in ("scan", "row_weights")])
+@pytest.mark.parametrize("kernel", ["segment_states", *map(slow, ("outputs", "d_query", "d_keys", "d_segment_states"))])
 def test_packed_sequences_with_decay_are_lowered(kernel: str) -> None:
     """Their numbers of rows are loaded by threads: no asynchronous copy that TileLang cannot wait for."""
     spec = Linear(FEATURE_MAPS["elu"], lengths=np.array([0, 100, 300]))
@@ -122,7 +127,7 @@ def test_packed_sequences_with_decay_are_lowered(kernel: str) -> None:
 
 
 @needs_tilelang
-@pytest.mark.parametrize("kernel", ["outputs", "d_query", "d_keys", "segment_states", "d_segment_states"])
+@pytest.mark.parametrize("kernel", ["outputs", *map(slow, ("segment_states", "d_query", "d_keys", "d_segment_states"))])
 def test_what_needs_no_features_is_multiplied_as_it_comes(kernel: str) -> None:
     """Nothing goes from tiles to registers and back, and threads add up what they have before they ask each other."""
     spec = Linear(FEATURE_MAPS["identity"], normalize=False)
