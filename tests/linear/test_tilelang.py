@@ -48,6 +48,19 @@ def test_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contract.check(ON_C, case.problem(), chunk=16)
 
 
+@pytest.mark.slow
+@needs_c
+@pytest.mark.parametrize("rows", [32, 512])
+@pytest.mark.parametrize("group", [1, 2])
+def test_rows_that_are_features_as_they_are(rows: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several segments, and in one, which has no scan."""
+    from tilewise.linear.kernels.tilelang import launch
+
+    monkeypatch.setattr(launch, "segment_rows", lambda n, wanted, chunk: rows)
+    case = LinearCase("raw", 2, 2 * group, 2, n=100, normalize=False, feature_map="identity", carried=True)
+    contract.check(ON_C, case.problem(), chunk=16)
+
+
 def test_segments_keep_a_gpu_busy() -> None:
     pytest.importorskip("torch")
     from tilewise.linear.kernels.tilelang.launch import segment_rows
