@@ -20,6 +20,7 @@ from tilewise.linear.bench import Row, crossover, growth, results
 from tilewise.linear.cases import LinearCase
 from tilewise.linear.contract import gradients_to_pull
 from tilewise.linear.state import LinearState
+from tilewise.linear.validate import prepare
 
 LINEAR_GPU = [
     {
@@ -243,7 +244,8 @@ def test_what_a_peer_chose_before_is_not_compiled_again() -> None:
 
 def test_everyones_kernels_are_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, peer = (bench_gpu.Contestant(lambda q, k, v: q, ours=is_ours) for is_ours in (True, False))
-    monkeypatch.setattr(bench_gpu, "contestants", lambda shape: {"tilewise triton": ours, bench_gpu.PEER: peer})
+    who = {"tilewise triton": ours, "tilewise tilelang": ours, bench_gpu.PEER: peer}
+    monkeypatch.setattr(bench_gpu, "contestants", lambda shape: who)
     monkeypatch.setattr(bench_gpu, "has_peer", lambda: True)
     monkeypatch.setattr(bench_ahead.os, "cpu_count", lambda: 2)
     asked: list[tuple[Any, ...]] = []
@@ -251,8 +253,34 @@ def test_everyones_kernels_are_compiled_before(monkeypatch: pytest.MonkeyPatch) 
     told: list[str] = []
     bench_ahead.compile_all(told.append)
     shares = [("share", 0, 2), ("share", 1, 2)]
-    assert set(asked) == {*(("call", "tilewise triton", shape) for shape in bench_gpu.SHAPES), *shares}
-    assert told[-1] == "compiling everyone's kernels: 6 of 6 processes are done"
+    calls = [("call", "tilewise triton", shape) for shape in bench_gpu.SHAPES]
+    kernels = ("outputs", "segment_states", "d_segment_states", "scan", "d_query", "d_keys")
+    compiled = [("kernel", name, shape) for name in kernels for shape in bench_ahead.representatives()]
+    assert sorted(asked) == sorted([*calls, *compiled, *shares])
+    assert told[-1] == "compiling everyone's kernels: 18 of 18 processes are done"
+
+
+def test_the_kernels_compiled_ahead_are_those_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.tilelang import library
+    from tilewise.linear.kernels.tilelang import launch
+
+    ahead, taken = [], []
+    monkeypatch.setattr(bench_ahead.gpus, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(library, "keep", lambda build, write: ahead.append(build))
+    monkeypatch.setattr(launch, "blocks_wanted", lambda device, target: 132)
+
+    def noted(self: Any, kernel: str, table: Any, rows: Any, results: Any, **others: Any) -> None:
+        taken.append(self.build_for(kernel, (*rows.values(), *results.values())))
+
+    monkeypatch.setattr(launch.LinearCall, "launch", noted)
+    for name in ("outputs", "segment_states", "d_segment_states", "scan", "d_query", "d_keys"):
+        bench_ahead.Compiler().kernel(name, bench_gpu.Shape(1, 2048, 2, 64))
+    x = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
+    problem = prepare(x, x, x, feature_map="identity", normalize=False).problem
+    done = launch.forward(problem, None, "sm_90a")
+    launch.backward(problem, done, x, None, None, "sm_90a")
+    assert set(ahead) == set(taken)
 
 
 def test_a_process_that_compiles_may_fail() -> None:

@@ -15,10 +15,17 @@ from contextlib import suppress
 from itertools import cycle
 from typing import Any
 
+from tilewise.bench.contestants import OURS
 from tilewise.bench.process import Child
 from tilewise.bench.refusal import RefusedError
+from tilewise.kernels import gpus
+from tilewise.kernels.tilelang import architecture, library
 from tilewise.linear import bench_gpu
+from tilewise.linear.features import FEATURE_MAPS
+from tilewise.linear.kernels.tilelang.build import CHUNK, KERNELS, build_of, written
+from tilewise.linear.spec import Linear
 
+_TILELANG = f"{OURS}tilelang"
 _PATIENCE = 300.0  # seconds; whatever is not compiled by then is compiled when it is called
 
 
@@ -33,7 +40,10 @@ def compile_all(progress: Callable[[str], None]) -> None:
 
 def _tasks() -> Iterator[tuple[Any, ...]]:
     for shape in bench_gpu.SHAPES:
-        yield from (("call", name, shape) for name, who in bench_gpu.contestants(shape).items() if who.ours)
+        ours = [name for name, who in bench_gpu.contestants(shape).items() if who.ours]
+        yield from (("call", name, shape) for name in ours if name != _TILELANG)
+        if _TILELANG in ours and shape in representatives():
+            yield from (("kernel", kernel, shape) for kernel in KERNELS if kernel != "row_weights")
     if bench_gpu.has_peer():
         number = os.cpu_count() or 1
         yield from (("share", i, number) for i in range(number))
@@ -50,6 +60,13 @@ class Compiler:
     def call(self, name: str, shape: bench_gpu.Shape) -> None:
         """One of ours, forwards and backwards."""
         _forwards_and_backwards(bench_gpu.contestants(shape)[name], shape)
+
+    def kernel(self, name: str, shape: bench_gpu.Shape) -> None:
+        """One of TileLang's, each of which takes seconds."""
+        spec, call = Linear(FEATURE_MAPS["identity"], normalize=False), bench_gpu.call_shape(shape)
+        target = architecture(gpus.capability(call.device))
+        build = build_of(name, spec, call, False, target, CHUNK, True)
+        library.keep(build, lambda: written(name)(build, spec))
 
     def share(self, mine: int, number: int) -> None:
         """Every so many-th of the configurations that the peer would try; none is launched."""
