@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ def main() -> int:
     passed = [check(name, kernel, options, device) for name, kernel, options in exercises(system)]
     print("\nPerformance Comparison")
     for n in lengths:
-        compare(n, device)
+        compare(n, device, system)
     return 0 if all(passed) else 1
 
 
@@ -45,7 +46,8 @@ def where_to_compute() -> tuple[str, str]:
     else:
         print("On the CPU, in float32")
         device, wanted = "cpu", "tilelang-c"
-    reason = dispatch.kernel(wanted).unavailable()
+    call = prepare(*made(1, 200, 300, dtype_on(device)))
+    reason = dispatch.reason(wanted, call.spec, replace(call.shape, device=device))
     if reason is not None:
         print(f"Without TileLang's kernels: {reason}")
     return device, wanted if reason is None else "auto"
@@ -68,7 +70,7 @@ def check(name: str, kernel: str, options: dict[str, Any], device: str) -> bool:
     """Against dense attention in float64, by the contract: twice the error of the dense computation in this type."""
     print(f"Testing {name}...")
     heads = 1 if "simple" in name else 4
-    host = prepare(*made(heads, 200, 300, "float32" if device == "cpu" else "bfloat16"), **options)
+    host = prepare(*made(heads, 200, 300, dtype_on(device)), **options)
     call = on_device(host, device)
     system = dispatch.resolve(kernel, call.spec, call.shape)
     done = on_host(system.forward(call.spec, call.q, call.k, call.v).out)
@@ -79,22 +81,25 @@ def check(name: str, kernel: str, options: dict[str, Any], device: str) -> bool:
     return is_right
 
 
+def dtype_on(device: str) -> str:
+    return "float32" if device == "cpu" else "bfloat16"
+
+
 def made(heads: int, n_q: int, n_k: int, dtype: str) -> list[Any]:
     """q, k and v, in main memory."""
     rng = np.random.default_rng(0)
     return [arrays.narrow(rng.standard_normal((1, heads, n, D)), dtype) for n in (n_q, n_k, n_k)]
 
 
-def compare(n: int, device: str) -> None:
-    """Standard attention, which stores the n x n matrix of each head, beside ours."""
+def compare(n: int, device: str, system: str) -> None:
+    """Standard attention, which stores the n x n matrix of each head, beside ours: on a GPU by this system."""
     torch = imported_torch()
     if device == "cpu":
         q, k, v = (x[0] for x in made(HEADS, n, n, "float32"))
         standard, ours = partial(standard_numpy, q, k, v), partial(tw.attention, q, k, v)
     else:
         q, k, v = (arrays.as_tensor(x).to(device) for x in made(HEADS, n, n, "bfloat16"))
-        kernel = "tilelang" if dispatch.kernel("tilelang").unavailable() is None else "auto"
-        standard, ours = partial(standard_torch, torch, q, k, v), partial(tw.attention, q, k, v, kernel=kernel)
+        standard, ours = partial(standard_torch, torch, q, k, v), partial(tw.attention, q, k, v, kernel=system)
     before, after = (milliseconds(call, torch, device) for call in (standard, ours))
     matrix, io = HEADS * n * n * q.dtype.itemsize, 4 * HEADS * n * D * q.dtype.itemsize
     print(f"\nSequence Length: {n}")

@@ -1,6 +1,6 @@
 """Linear attention: what it computes, that it is right, and what it saves. `python examples/linear_attention.py`
 
-Every ✓ was checked just now. Needs NumPy alone; with PyTorch and a GPU the comparison runs there.
+Every ✓ was checked just now. Needs NumPy alone; with PyTorch and a GPU all of it runs there as well.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ import tilewise as tw
 
 
 def check(what: str, got: Any, want: Any, tolerance: float = 1e-4) -> None:
+    got, want = on_host(got), on_host(want)
     error = float(np.abs(got - want).max() / np.abs(want).max())
     if error > tolerance:
         raise SystemExit(f"✗ {what}: off by {error:.1e}")
     print(f"✓ {what} (off by {error:.0e})")
+
+
+def on_host(x: Any) -> Any:
+    return x.cpu().numpy() if hasattr(x, "cpu") else x
 
 
 def by_definition(q: Any, k: Any, v: Any) -> Any:
@@ -29,11 +34,15 @@ def by_definition(q: Any, k: Any, v: Any) -> Any:
     return weights @ v / weights.sum(-1, keepdims=True)
 
 
-def correctness() -> None:
+def correctness(library: Any = np, device: str = "cpu") -> None:
+    def there(x: Any) -> Any:
+        return x if library is np else library.from_numpy(x).to(device)
+
     rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((3, 2, 4, 300, 32)).astype(np.float32)  # (batch, heads, n, d)
+    rows = rng.standard_normal((3, 2, 4, 300, 32)).astype(np.float32)  # (batch, heads, n, d)
+    q, k, v = map(there, rows)
     out, state = tw.linear_attention(q, k, v, return_state=True)
-    check("causal linear attention is its definition", out, by_definition(q, k, v))
+    check("causal linear attention is its definition", out, by_definition(*rows))
 
     first = [x[:, :, :200] for x in (q, k, v)]
     _, carried = tw.linear_attention(*first, return_state=True)
@@ -41,7 +50,7 @@ def correctness() -> None:
     for i in range(200, 300):  # generating text: a token at a time, with a state that does not grow
         token = [x[:, :, i : i + 1] for x in (q, k, v)]
         step, carried = tw.linear_attention(*token, initial_state=carried, return_state=True)
-        steps.append(step)
+        steps.append(on_host(step))
     check("100 tokens one by one are the same tokens at once", np.concatenate(steps, axis=2), out[:, :, 200:])
     check("and leave the same state", carried.kv, state.kv)
 
@@ -49,24 +58,24 @@ def correctness() -> None:
               for part in (slice(0, 120), slice(120, 300))]  # fmt: skip
     check("states of two halves, computed apart, combine", halves[0].then(halves[1]).kv, state.kv)
 
-    gates = np.log(rng.uniform(0.8, 1.0, (2, 4, 300))).astype(np.float32)
+    gates = there(np.log(rng.uniform(0.8, 1.0, (2, 4, 300))).astype(np.float32))
     out, _, pullback = tw.linear_attention_vjp(q, k, v, decay=gates)
     moved = tw.linear_attention(q, k, v, decay=gates * 1.001)
     check(
         "the gradient of a decay is a difference",
-        np.sum(pullback(out).decay * gates) * 1e-3, np.sum((moved - out) * out), 2e-2,
+        (pullback(out).decay * gates).sum() * 1e-3, ((moved - out) * out).sum(), 2e-2,
     )  # fmt: skip
     own = tw.linear_attention(q, k, v, feature_map=tw.where(tw.S > 0, tw.S + 1, tw.exp(tw.S)))
     check("a feature map of one's own reaches every kernel", own, tw.linear_attention(q, k, v))
 
 
-def comparison() -> None:
-    library, device = _device()
+def comparison(lengths: tuple[int, ...] = (1024, 2048, 4096)) -> None:
+    library, device = where_to_compute()
     print(f"\n1 sequence, 8 heads, d 64, float32 on the CPU, bfloat16 on a GPU; on {device}:")
     print(
         f"{'n':>7}  {'standard ms':>11}  {'softmax ms':>10}  {'linear ms':>9}  {'speed-up':>8}  memory: matrix / state"
     )
-    for n in (1024, 2048, 4096):
+    for n in lengths:
         q, k, v = _arrays(library, device, n)
         standard = _milliseconds(lambda q=q, k=k, v=v: _standard(library, q, k, v), device)
         softmax = _milliseconds(lambda q=q, k=k, v=v: tw.attention(q, k, v, causal=True), device)
@@ -79,7 +88,7 @@ def comparison() -> None:
     print("standard: the whole N x N matrix of scores and their softmax; softmax: tw.attention, exact, tile by tile.")
 
 
-def _device() -> tuple[Any, str]:
+def where_to_compute() -> tuple[Any, str]:
     if importlib.util.find_spec("torch") is not None:
         import torch
 
@@ -117,4 +126,8 @@ def _milliseconds(call: Any, device: str) -> float:
 
 if __name__ == "__main__":
     correctness()
+    library, device = where_to_compute()
+    if device != "cpu":
+        print(f"\nOn {device}:")
+        correctness(library, device)
     comparison()

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tilewise import dispatch
+from tilewise.spec import Attention, Shape
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,3 +24,23 @@ def test_flash_attention() -> None:
     assert done.stdout.count("✓") == 5
     assert "✗" not in done.stdout
     assert "Sequence Length: 64\nStandard Attention: " in done.stdout
+
+
+@pytest.mark.parametrize(("reason", "chosen"), [(None, "tilelang"), ("it needs tilelang", "auto")])
+def test_a_gpu_without_tilelang(
+    reason: str | None, chosen: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever `auto` takes stands in for it."""
+    asked: list[Any] = []
+
+    def told(name: str, spec: Attention, shape: Shape) -> str | None:
+        asked.append((name, shape.device, shape.dtype))
+        return reason
+
+    monkeypatch.setattr(dispatch, "reason", told)
+    where = runpy.run_path(str(ROOT / "examples" / "flash_attention.py"))["where_to_compute"]
+    gpu = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "a GPU"))
+    monkeypatch.setitem(where.__globals__, "imported_torch", lambda: gpu)
+    assert where() == ("cuda:0", chosen)
+    assert asked == [("tilelang", "cuda:0", "bfloat16")]
+    assert (f"Without TileLang's kernels: {reason}" in capsys.readouterr().out) == (reason is not None)

@@ -106,8 +106,7 @@ LONG = ("triton", *dispatch.simulated_rungs())
 # What a compiler takes seconds for: a few of each kind here.
 FEW = {
     "tilelang-c": (
-        "all at once | ragged | float32", "relative signed | ragged | float32", "bias over batch | ragged | float32",
-        "causal | grouped | float16", "causal | packed | float32",
+        "all at once | ragged | float32", "causal | grouped | float16", "causal | packed | float32",
     ),
     "tilelang-c/simple": ("full | ragged | float32", "causal | more queries than keys | float32"),
 }  # fmt: skip

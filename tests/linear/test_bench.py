@@ -20,6 +20,7 @@ from tilewise.linear.bench import Row, crossover, growth, results
 from tilewise.linear.cases import LinearCase
 from tilewise.linear.contract import gradients_to_pull
 from tilewise.linear.state import LinearState
+from tilewise.linear.validate import prepare
 
 LINEAR_GPU = [
     {
@@ -97,9 +98,16 @@ def test_command_refuses_other_kernels(capsys: pytest.CaptureFixture[str]) -> No
     assert f"--kernel: expected one of {known} with --linear, got 'cuda'" in capsys.readouterr().err
 
 
-def test_the_example_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLE))["correctness"]()
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_example_holds(library: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["correctness"](pytest.importorskip(library))
     assert capsys.readouterr().out.count("✓") == 6
+
+
+def test_the_example_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE))["comparison"]((32, 64))
+    told = capsys.readouterr().out
+    assert "standard ms" in told and [line.split()[0] for line in told.splitlines() if "KiB" in line] == ["32", "64"]
 
 
 def _gpu_results(records: list[Any]) -> dict[str, Any]:
@@ -167,8 +175,12 @@ def test_what_a_peer_would_try_is_compiled_in_shares() -> None:
     class Tuner:
         arg_names = ("x",)
 
-        def __init__(self, name: str, count: int, done: list[str]) -> None:
-            self.fn, self.name, self.count, self.done = self, name, count, done
+        def __init__(self, name: str, count: int, done: list[str], chosen: bool = False) -> None:
+            self.fn, self.name, self.count, self.done, self.chosen = self, name, count, done, chosen
+
+        def run(self, *args: Any, grid: Any, warmup: bool) -> None:
+            if not self.chosen:
+                bench_ahead._not_chosen(self, config=0)
 
         def prune_configs(self, kwargs: dict[str, Any]) -> list[Any]:
             return [SimpleNamespace(all_kwargs=lambda i=i: {"config": f"{self.name}{i}"}) for i in range(self.count)]
@@ -180,15 +192,60 @@ def test_what_a_peer_would_try_is_compiled_in_shares() -> None:
 
     done: list[str] = []
     for mine in range(3):
-        run = bench_ahead._compiling(mine, 3)
-        for tuner in (Tuner("a", 4, done), Tuner("b", 3, done)):
+        run = bench_ahead._compiling(mine, 3, Tuner.run)
+        for tuner in (Tuner("a", 4, done), Tuner("c", 5, done, chosen=True), Tuner("b", 3, done)):
             run(tuner, 1.0, grid=(1,), warmup=False)
     assert sorted(done) == ["a0", "a1", "a2", "a3", "b0", "b2"]
 
 
+def test_shares_are_of_small_arrays() -> None:
+    """Each process has its own, and one GPU has room for all of them."""
+    assert {(shape.heads, shape.d) for shape in bench_ahead.representatives()} == {(16, 128), (32, 64)}
+    assert all(shape.batch * shape.n == 16384 for shape in bench_ahead.representatives())
+
+
+def test_what_a_peer_chose_before_is_not_compiled_again() -> None:
+    """By Triton's own tuner, with a choice in its cache folder."""
+    tuning = pytest.importorskip("triton.runtime.autotuner")
+    found, compiled = [True], []
+    configs = [tuning.Config({"BLOCK": size}) for size in (16, 32)]
+
+    class Kernel:
+        def run(self, *args: Any, **kwargs: Any) -> None:
+            assert kwargs["BLOCK"] == 32
+
+        def warmup(self, *args: Any, **kwargs: Any) -> None:
+            compiled.append(kwargs["BLOCK"])
+
+    class Tuner(tuning.Autotuner):  # type: ignore[misc, name-defined]
+        _bench = bench_ahead._not_chosen
+
+        def __init__(self) -> None:
+            self.configs, self.arg_names, self.keys, self.cache, self.cache_results = configs, ["x"], ["x"], {}, True
+            self.fn = self.base_fn = Kernel()
+
+        def prune_configs(self, kwargs: Any) -> Any:
+            return configs
+
+        def check_disk_cache(self, key: Any, configs: Any, bench: Any) -> bool:
+            if found[0]:
+                self.cache[key] = self.configs_timings = configs[1]
+            else:
+                bench()
+            return found[0]
+
+    run = bench_ahead._compiling(0, 1, tuning.Autotuner.run)
+    run(Tuner(), 1, grid=(1,), warmup=False)
+    assert compiled == []
+    found[0] = False
+    run(Tuner(), 1, grid=(1,), warmup=False)
+    assert compiled == [16, 32]
+
+
 def test_everyones_kernels_are_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, peer = (bench_gpu.Contestant(lambda q, k, v: q, ours=is_ours) for is_ours in (True, False))
-    monkeypatch.setattr(bench_gpu, "contestants", lambda shape: {"tilewise triton": ours, bench_gpu.PEER: peer})
+    who = {"tilewise triton": ours, "tilewise tilelang": ours, bench_gpu.PEER: peer}
+    monkeypatch.setattr(bench_gpu, "contestants", lambda shape: who)
     monkeypatch.setattr(bench_gpu, "has_peer", lambda: True)
     monkeypatch.setattr(bench_ahead.os, "cpu_count", lambda: 2)
     asked: list[tuple[Any, ...]] = []
@@ -196,8 +253,34 @@ def test_everyones_kernels_are_compiled_before(monkeypatch: pytest.MonkeyPatch) 
     told: list[str] = []
     bench_ahead.compile_all(told.append)
     shares = [("share", 0, 2), ("share", 1, 2)]
-    assert set(asked) == {*(("call", "tilewise triton", shape) for shape in bench_gpu.SHAPES), *shares}
-    assert told[-1] == "compiling everyone's kernels: 6 of 6 processes are done"
+    calls = [("call", "tilewise triton", shape) for shape in bench_gpu.SHAPES]
+    kernels = ("outputs", "segment_states", "d_segment_states", "scan", "d_query", "d_keys")
+    compiled = [("kernel", name, shape) for name in kernels for shape in bench_ahead.representatives()]
+    assert sorted(asked) == sorted([*calls, *compiled, *shares])
+    assert told[-1] == "compiling everyone's kernels: 18 of 18 processes are done"
+
+
+def test_the_kernels_compiled_ahead_are_those_of_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from tilewise.kernels.tilelang import library
+    from tilewise.linear.kernels.tilelang import launch
+
+    ahead, taken = [], []
+    monkeypatch.setattr(bench_ahead.gpus, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(library, "keep", lambda build, write: ahead.append(build))
+    monkeypatch.setattr(launch, "blocks_wanted", lambda device, target: 132)
+
+    def noted(self: Any, kernel: str, table: Any, rows: Any, results: Any, **others: Any) -> None:
+        taken.append(self.build_for(kernel, (*rows.values(), *results.values())))
+
+    monkeypatch.setattr(launch.LinearCall, "launch", noted)
+    for name in ("outputs", "segment_states", "d_segment_states", "scan", "d_query", "d_keys"):
+        bench_ahead.Compiler().kernel(name, bench_gpu.Shape(1, 2048, 2, 64))
+    x = torch.zeros(1, 2, 2048, 64, dtype=torch.bfloat16)
+    problem = prepare(x, x, x, feature_map="identity", normalize=False).problem
+    done = launch.forward(problem, None, "sm_90a")
+    launch.backward(problem, done, x, None, None, "sm_90a")
+    assert set(ahead) == set(taken)
 
 
 def test_a_process_that_compiles_may_fail() -> None:

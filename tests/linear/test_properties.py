@@ -24,6 +24,11 @@ CASES = st.builds(
     feature_map=st.sampled_from(["elu", "relu2", "exp"]), normalize=st.booleans(), scale=st.sampled_from([1.0, 0.3]),
 )  # fmt: skip
 HERE = [kernel for kernel in map(dispatch.kernel, ("numpy", "cpu")) if kernel.unavailable() is None]
+# Kernels that are interpreted or compiled, in seconds: one case, which has all that matters here.
+COMPILED = ("triton", "tilelang-c")
+COMPILED_CASE = LinearCase(
+    "compiled", batch=2, heads=4, heads_k=2, n=50, d=8, d_v=8, dtype="float32", decay="token", carried=True
+)
 QUICKLY = settings(max_examples=30, deadline=None, database=None, derandomize=True)
 
 
@@ -60,6 +65,46 @@ def test_a_state_carried_over_any_split_is_one_pass(kernel: Kernel, case: Linear
         np.testing.assert_allclose(x, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest) -> Kernel:
+    kernel = dispatch.kernel(request.param)
+    if kernel.unavailable() is not None:
+        pytest.skip(str(kernel.unavailable()))
+    return kernel
+
+
+@pytest.mark.parametrize(
+    ("compiled", "backwards"),
+    [("triton", True), ("tilelang-c", False), pytest.param("tilelang-c", True, marks=pytest.mark.slow)],
+    indirect=["compiled"],
+)
+def test_the_size_of_chunks_does_not_matter_to_compiled_kernels(compiled: Kernel, backwards: bool) -> None:
+    problem = COMPILED_CASE.problem()
+    pulled = contract.gradients_to_pull(problem)
+    results = []
+    for chunk in (16, 64):
+        done = compiled.forward(problem, chunk)
+        results.append(contract.forward_results(done))
+        if backwards:
+            results[-1] |= contract.backward_results(compiled.backward(problem, done, *pulled, chunk))
+    for name, x in results[0].items():
+        np.testing.assert_allclose(results[1][name], x, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("compiled", COMPILED, indirect=True)
+@pytest.mark.parametrize("cuts", [(17,), (0, 1, 16, 49)], ids=str)
+def test_a_state_carried_over_a_split_is_one_pass_of_compiled_kernels(compiled: Kernel, cuts: tuple[int, ...]) -> None:
+    problem = COMPILED_CASE.problem()
+    whole, state, outs = compiled.forward(problem, 16), problem.initial, []
+    for begin, end in pairwise([0, *cuts, COMPILED_CASE.n]):
+        done = compiled.forward(_part(COMPILED_CASE, begin, end, state), 16)
+        outs.append(done.out)
+        state = done.state
+    np.testing.assert_allclose(np.concatenate(outs, axis=2), whole.out, rtol=1e-4, atol=1e-5)
+    for x, want in zip(state or (), whole.state, strict=True):
+        np.testing.assert_allclose(x, want, rtol=1e-4, atol=1e-5)
+
+
 def _part(case: LinearCase, begin: int, end: int, state: tw.LinearState | None) -> Problem:
     """The rows from begin to end of a case's problem, after a state."""
     whole = case.problem()
@@ -81,8 +126,10 @@ def test_states_combine_associatively(case: LinearCase, one: int, other: int) ->
             np.testing.assert_allclose(x, want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("kernel", ["auto", "numpy"])
+@pytest.mark.parametrize("kernel", ["auto", "numpy", *COMPILED])
 def test_decoding_step_by_step_is_the_full_pass(kernel: str) -> None:
+    if kernel in COMPILED and dispatch.kernel(kernel).unavailable() is not None:
+        pytest.skip(str(dispatch.kernel(kernel).unavailable()))
     rng = np.random.default_rng(3)
     q, k, v = (rng.standard_normal((2, heads, 20, 8)).astype(np.float32) for heads in (4, 2, 2))
     decay = np.log(rng.uniform(0.7, 1.0, (2, 2, 20))).astype(np.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,29 +14,50 @@ from tests.linear.cases_on_gpu import AGAIN
 from tests.linear.cases_on_gpu import CASES as ON_GPU
 from tilewise import arrays
 from tilewise.contract import check_results, on_host
-from tilewise.kernels.tilelang import compiler
+from tilewise.dispatch import Unsupported
+from tilewise.kernels import disk
+from tilewise.kernels.tilelang import compiler, library
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
 from tilewise.linear.features import FEATURE_MAPS
-from tilewise.linear.kernels.tilelang import refused
+from tilewise.linear.kernels.tilelang import not_compiled, refused
 from tilewise.linear.kernels.tilelang.build import KERNELS, build_of, written
 from tilewise.linear.spec import Linear
 from tilewise.spec import Shape
 
+SHAPE = Shape(1, 2, 2, 9, 9, 64, 64, dtype="bfloat16")
 ON_C = dispatch.kernel("tilelang-c")
 needs_c = pytest.mark.skipif(ON_C.unavailable() is not None, reason=str(ON_C.unavailable()))
 needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
 needs_nvcc = pytest.mark.skipif(compiler.not_installed("sm_90a") is not None, reason="TileLang or nvcc is missing")
 
 
+def slow(name: str) -> Any:
+    """One of what takes a compiler seconds; another stands for it."""
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @needs_c
-@pytest.mark.parametrize("name", ["packed", "all of a sequence"])
+@pytest.mark.parametrize("name", ["packed", slow("all of a sequence")])
 def test_segments(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chunks each, as a GPU would have them in a long sequence."""
     from tilewise.linear.kernels.tilelang import launch
 
     monkeypatch.setattr(launch, "segment_rows", lambda n, wanted, chunk: 2 * chunk)
     case = next(case for case in CASES if case.name == name)
+    contract.check(ON_C, case.problem(), chunk=16)
+
+
+@pytest.mark.slow
+@needs_c
+@pytest.mark.parametrize("rows", [32, 512])
+@pytest.mark.parametrize("group", [1, 2])
+def test_rows_that_are_features_as_they_are(rows: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several segments, and in one, which has no scan."""
+    from tilewise.linear.kernels.tilelang import launch
+
+    monkeypatch.setattr(launch, "segment_rows", lambda n, wanted, chunk: rows)
+    case = LinearCase("raw", 2, 2 * group, 2, n=100, normalize=False, feature_map="identity", carried=True)
     contract.check(ON_C, case.problem(), chunk=16)
 
 
@@ -50,21 +72,53 @@ def test_segments_keep_a_gpu_busy() -> None:
 
 
 def test_what_it_cannot_is_told() -> None:
-    shape = Shape(1, 2, 2, 9, 9, 64, 64, dtype="bfloat16")
-    assert refused(shape) is None
-    assert "leave the range of float16" in str(refused(replace(shape, dtype="float16")))
-    assert "bfloat16, and the arrays are float32" in str(refused(replace(shape, dtype="float32")))
-    assert "room for 128 x 128, and they are 200 and 64" in str(refused(replace(shape, d=200)))
+    assert refused(SHAPE) is None
+    assert "leave the range of float16" in str(refused(replace(SHAPE, dtype="float16")))
+    assert "bfloat16, and the arrays are float32" in str(refused(replace(SHAPE, dtype="float32")))
+    assert "room for 128 x 128, and they are 200 and 64" in str(refused(replace(SHAPE, d=200)))
+
+
+def test_kernels_that_are_kept_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a call that would need another one says so."""
+    monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiler, "not_installed", lambda target: "it needs tilelang")
+    assert not_compiled("sm_90a") == "it needs tilelang"
+    build = build_of("scan", Linear(FEATURE_MAPS["elu"]), SHAPE, False, "sm_90a", 64, True)
+    disk.user_cache("tilelang").add(build.name, b"a library")
+    assert not_compiled("sm_90a") is None
+    with pytest.raises(Unsupported, match=r"no kernel for this call was compiled before .*outputs.* it needs tilelang"):
+        library.kernel(replace(build, kernel="outputs"), lambda: None)
+
+
+def test_it_is_taken_only_if_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Able:
+        def unavailable(self) -> None:
+            return None
+
+        def unsupported(self, shape: Shape) -> None:
+            return None
+
+    class Unable(Able):
+        def unavailable(self) -> str:  # type: ignore[override]
+            return "it is not here"
+
+    monkeypatch.setattr(dispatch, "kernel", lambda name: Able() if name.startswith("tilelang") else Unable())
+    with pytest.raises(Unsupported, match=r"(?s)cpu: it is not here.*triton: it is not here$"):
+        dispatch.resolve("auto", SHAPE)
+    assert isinstance(dispatch.resolve("tilelang", SHAPE), Able)
 
 
 @pytest.mark.slow
 @needs_nvcc
 @pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("is_raw", [False, True], ids=["all", "raw"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_kernel_compiles(kernel: str, d: int) -> None:
+def test_every_kernel_compiles(kernel: str, is_raw: bool, d: int) -> None:
     """With products of warpgroups, tiles that come by the copy engine, and nothing that does not fit registers."""
-    spec, shape = Linear(FEATURE_MAPS["elu"]), Shape(1, 4, 4, 300, 300, d, d, dtype="bfloat16")
-    build = build_of(kernel, spec, shape, True, "sm_90a", 64, True)
+    spec = Linear(FEATURE_MAPS["identity"], normalize=False) if is_raw else Linear(FEATURE_MAPS["elu"])
+    build = build_of(
+        kernel, spec, Shape(1, 4, 4, 300, 300, d, d, dtype="bfloat16"), not is_raw, "sm_90a", 64, True
+    )  # fmt: skip
     with compiler.as_target(build.target):
         text = written(kernel)(build, spec)
     if kernel not in ("scan", "row_weights"):
@@ -74,7 +128,7 @@ def test_every_kernel_compiles(kernel: str, d: int) -> None:
 
 
 @needs_tilelang
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in ("scan", "row_weights")])
+@pytest.mark.parametrize("kernel", ["segment_states", *map(slow, ("outputs", "d_query", "d_keys", "d_segment_states"))])
 def test_packed_sequences_with_decay_are_lowered(kernel: str) -> None:
     """Their numbers of rows are loaded by threads: no asynchronous copy that TileLang cannot wait for."""
     spec = Linear(FEATURE_MAPS["elu"], lengths=np.array([0, 100, 300]))
@@ -83,6 +137,21 @@ def test_packed_sequences_with_decay_are_lowered(kernel: str) -> None:
     with compiler.as_target(build.target):
         text = written(kernel)(build, spec)
     assert "cp_async" not in compiler.source(text, build.target)
+
+
+@needs_tilelang
+@pytest.mark.parametrize("kernel", ["outputs", *map(slow, ("segment_states", "d_query", "d_keys", "d_segment_states"))])
+def test_what_needs_no_features_is_multiplied_as_it_comes(kernel: str) -> None:
+    """Nothing goes from tiles to registers and back, and threads add up what they have before they ask each other."""
+    spec = Linear(FEATURE_MAPS["identity"], normalize=False)
+    build = build_of(kernel, spec, Shape(1, 4, 4, 300, 300, 128, 128, dtype="bfloat16"), False, "sm_90a", 64, True)
+    with compiler.as_target(build.target):
+        source = compiler.source(written(kernel)(build, spec), build.target)
+    allocated = source[source.index("buf_dyn_shmem[]") :]
+    assert "narrow_k =" not in allocated or kernel == "d_query"  # a tile for what is stored
+    assert "narrow_q =" not in allocated or kernel == "d_keys"
+    loop, behind = source.rsplit("tl::wgmma_ss", 1)
+    assert "AllReduce" not in loop and behind.count("AllReduce") == (kernel in ("outputs", "segment_states"))
 
 
 def _there(x: Any) -> Any:
@@ -103,7 +172,7 @@ def _results(case: LinearCase) -> dict[str, Any]:
 @pytest.fixture
 def torch() -> Any:
     torch = pytest.importorskip("torch")
-    reason = dispatch.kernel("tilelang").unavailable() or compiler.not_installed("sm_90a")
+    reason = dispatch.reason("tilelang", replace(SHAPE, device="cuda:0"))
     if reason is not None:
         pytest.skip(f"tilelang cannot run on this machine: {reason}")
     return torch

@@ -142,13 +142,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--match", default="", help="only those whose description has this, such as 'linear attention'")
     parser.add_argument("--list", action="store_true", help="tell which, and compile nothing")
     options = parser.parse_args()
     reason = compiler.not_installed(options.arch)
     if reason is not None and not options.list:
         sys.stderr.write(f"{reason}\n")
         return 2
-    found = kernels(options.arch)
+    found = {build: write for build, write in kernels(options.arch).items() if options.match in str(build)}
     if options.list:
         sys.stdout.write("".join(f"{build}\n" for build in found))
         return 0

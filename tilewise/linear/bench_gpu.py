@@ -83,8 +83,7 @@ def results(settings: Settings | None = None, progress: Callable[[str], None] = 
 
 
 def contestants(shape: Shape) -> dict[str, Contestant]:
-    batch, n, heads, d = shape
-    call = CallShape(batch, heads, heads, n, n, d, d, "bfloat16", "cuda:0")
+    call = call_shape(shape)
     plain = partial(linear_attention, feature_map="identity", normalize=False)
     found = {
         f"{OURS}{name}": Contestant(partial(plain, kernel=name), ours=True)
@@ -94,6 +93,11 @@ def contestants(shape: Shape) -> dict[str, Contestant]:
     if has_peer():
         found[PEER] = Contestant(_peer, turned=True)
     return found
+
+
+def call_shape(shape: Shape) -> CallShape:
+    batch, n, heads, d = shape
+    return CallShape(batch, heads, heads, n, n, d, d, "bfloat16", "cuda:0")
 
 
 def has_peer() -> bool:

@@ -37,6 +37,8 @@ SYSTEMS = {
     "tilelang": "tilewise.linear.kernels.tilelang",
     "tilelang-c": "tilewise.linear.kernels.tilelang.c",
 }
+ONLY_IF_NAMED = ("tilelang", "tilelang-c")  # `auto` never takes them: one has yet to run on a GPU, one stands in for it
+NAMES = tuple(name for name in SYSTEMS if name not in ONLY_IF_NAMED)
 
 
 @cache
@@ -46,8 +48,8 @@ def kernel(name: str) -> Kernel:
 
 
 def reasons(shape: Shape) -> dict[str, str | None]:
-    """For each kernel system in order: why it cannot compute this call, or None if it can."""
-    return {name: reason(name, shape) for name in SYSTEMS}
+    """For each kernel system that `auto` tries, in order: why it cannot compute this call, or None if it can."""
+    return {name: reason(name, shape) for name in NAMES}
 
 
 def reason(name: str, shape: Shape) -> str | None:
@@ -70,7 +72,7 @@ def resolve(name: str, shape: Shape) -> Kernel:
         if told is not None:
             raise Unsupported(f"kernel {name!r} cannot compute this linear attention: {told}")
         return kernel(name)
-    for candidate in SYSTEMS:
+    for candidate in NAMES:
         if reason(candidate, shape) is None:
             if candidate == "numpy":
                 say_that_it_is_slow(kernel("cpu").unavailable())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from tilewise.dispatch import Unsupported
 from tilewise.kernels import disk
 from tilewise.kernels.tilelang import compiler
 from tilewise.sharing import Lock
@@ -87,7 +88,15 @@ def is_kept(build: Build) -> bool:
     return build in _loaded or disk.user_cache("tilelang").path(build.name) is not None
 
 
+def any_is_kept(prefix: str) -> bool:
+    """Whether a kernel whose name begins so was compiled before."""
+    return next(disk.user_cache("tilelang").folder.glob(f"{prefix}*.so"), None) is not None
+
+
 def _compiled(build: Build, write: Callable[[], Any], files: disk.Files) -> Any:
+    reason = compiler.not_installed(build.target)
+    if reason is not None:
+        raise Unsupported(f"no kernel for this call was compiled before ({build}), and to compile one {reason}")
     _logger.info("compiling the TileLang kernel %r; later calls find it in %s", str(build), files.folder)
     started = time.perf_counter()
     with compiler.as_target(build.target):

@@ -9,8 +9,9 @@ from tilewise import arrays
 from tilewise.dispatch import Unsupported
 from tilewise.kernels import gpus
 from tilewise.kernels.tensors import as_tensor, device_of
-from tilewise.kernels.tilelang import architecture, compiler, support
+from tilewise.kernels.tilelang import architecture, compiler, library, support
 from tilewise.linear.kernels.operands import done_like, grads_like, tensors_of
+from tilewise.linear.kernels.tilelang.build import PREFIX
 from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
 from tilewise.spec import Shape
@@ -31,7 +32,7 @@ class Kernel:
         capability = gpus.capability(shape.device)
         if capability != support.CAPABILITY:
             return f"it is made for compute capability 9.0, and {shape.device} has {capability[0]}.{capability[1]}"
-        return refused(shape) or compiler.not_installed(architecture(capability))
+        return refused(shape) or not_compiled(architecture(capability))
 
     def forward(self, problem: Problem, chunk: int | None = None) -> Done:
         """chunk: a GPU's are of 64 rows, whatever is asked for."""
@@ -66,6 +67,12 @@ class Kernel:
 
     def _target(self, problem: Problem) -> str:
         return architecture(gpus.capability(arrays.device_name(problem.q)))
+
+
+def not_compiled(target: str) -> str | None:
+    """Why no kernel can be had: none was compiled before, and none can be now. Which a call takes is seen when it is
+    launched."""
+    return None if library.any_is_kept(PREFIX) else compiler.not_installed(target)
 
 
 def refused(shape: Shape) -> str | None:

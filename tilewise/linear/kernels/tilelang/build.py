@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tilewise.expr import S
 from tilewise.kernels.tilelang.build import sources
 from tilewise.kernels.tilelang.choices import padded
 from tilewise.kernels.tilelang.compiler import C
@@ -21,10 +22,12 @@ _MODULES = {
     "row_weights": "backward", "d_query": "backward", "d_keys": "backward",
 }  # fmt: skip
 KERNELS = tuple(_MODULES)
+PREFIX = "linear-"  # of the names of libraries
 CHUNK = 64  # rows, as many as a warpgroup multiplies
 _ON_C = 32
 _WARPGROUP = 128  # threads
-_STAGES = 2
+_STAGES, _STAGES_IF_RAW = 2, 3  # tiles of features leave no room for more
+_SIDE_BY_SIDE = 8  # numbers of a row that a thread loads at once
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class LinearBuild:
     causal: bool
     normalize: bool
     decays: bool
+    scaled: bool
     shared_keys: bool  # by several heads of queries
     packed: bool  # sequences lie one behind the other
     aligned: bool  # rows begin at multiples of 16 bytes, so that the copy engine takes them
@@ -49,6 +53,15 @@ class LinearBuild:
     @property
     def on_gpu(self) -> bool:
         return self.target != C
+
+    @property
+    def raw_keys(self) -> bool:
+        """Features of keys are keys: products take their tiles as they come."""
+        return self.feature == S.key
+
+    @property
+    def raw_queries(self) -> bool:
+        return self.raw_keys and not self.scaled
 
     @property
     def operand(self) -> str:
@@ -76,11 +89,16 @@ class LinearBuild:
         return _WARPGROUP * (2 if max(self.depth, self.columns) > CHUNK else 1) if self.on_gpu else 1
 
     @property
+    def row_lanes(self) -> int:
+        """Rows of a chunk whose features lie side by side in registers; a thread has every so many-th of them."""
+        return min(self.threads * _SIDE_BY_SIDE // self.depth, self.chunk) if self.on_gpu else 1
+
+    @property
     def name(self) -> str:
         """Of its library."""
         text = f"{sources('tiles')}{_sources()}{self!r}{self.depth}{self.columns}{self.threads}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return f"linear-{self.kernel}-{digest}.so"
+        return f"{PREFIX}{self.kernel}-{digest}.so"
 
     def __str__(self) -> str:
         heads = f"{self.d}" if self.d == self.d_v else f"{self.d} and {self.d_v}"
@@ -90,9 +108,12 @@ class LinearBuild:
 def build_of(
     kernel: str, spec: Linear, shape: Shape, decays: bool, target: str, chunk: int, aligned: bool
 ) -> LinearBuild:
+    is_raw = spec.feature.key == S.key and spec.scale == 1 and not (decays or spec.normalize) and kernel != "d_keys"
+    stages = 0 if target == C else _STAGES_IF_RAW if is_raw else _STAGES
     return LinearBuild(
-        kernel, target, shape.dtype, shape.d, shape.d_v, chunk, 0 if target == C else _STAGES,
-        spec.feature.key, spec.causal, spec.normalize, decays, shape.group > 1, spec.lengths is not None, aligned,
+        kernel, target, shape.dtype, shape.d, shape.d_v, chunk, stages,
+        spec.feature.key, spec.causal, spec.normalize, decays, spec.scale != 1, shape.group > 1,
+        spec.lengths is not None, aligned,
     )  # fmt: skip
 
 

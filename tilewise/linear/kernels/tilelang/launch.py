@@ -45,14 +45,14 @@ def forward(problem: Problem, chunk: int | None, target: str) -> Done:
     call = LinearCall(problem, chunk, target)
     shape, spec, q = problem.shape, problem.spec, problem.q
     out = torch.empty_strided(*arrays.stored_as(q, problem.v), dtype=q.dtype, device=q.device)
-    norm = _row_numbers(q)
+    norm = call.row_numbers(spec.normalize)
     states, final = call.states()
     if call.has_rows:
         call.launch(
             "outputs", call.segments.table, {"q": q, "k": problem.k, "v": problem.v}, {"out": out},
             states=states, final=final, norm=norm,
         )  # fmt: skip
-    norm = norm[..., : shape.n_q if spec.normalize else 0].contiguous()
+    norm = norm[..., : shape.n_q].contiguous() if spec.normalize else _numbers(q, shape.batch, shape.heads, 0)
     return Done(out, norm, call.split(final, shape.heads_k, log_decay(problem)))
 
 
@@ -63,11 +63,15 @@ def backward(
     call = LinearCall(problem, chunk, target)
     shape, spec, q, k, v = problem.shape, problem.spec, problem.q, problem.k, problem.v
     summed = torch.float32 if shape.group > 1 else q.dtype
-    d_q = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    d_k, d_v = (torch.zeros((*q.shape[:3], x.shape[3]), dtype=summed, device=q.device) for x in (k, v))
+    made = (
+        torch.empty if call.has_rows and spec.lengths is None else torch.zeros
+    )  # every row has a chunk that stores it
+    d_q = made(q.shape, dtype=q.dtype, device=q.device)
+    d_k, d_v = (made((*q.shape[:3], x.shape[3]), dtype=summed, device=q.device) for x in (k, v))
     if spec.lengths is not None:
         d_q, d_k, d_v = map(_by_tokens, (d_q, d_k, d_v))
-    d_rows, d_columns, share, shift = (_row_numbers(q) for _ in range(4))
+    share, shift = (call.row_numbers(spec.normalize) for _ in range(2))
+    d_rows, d_columns = (call.row_numbers(problem.decay is not None) for _ in range(2))
     rows = {"share": share, "shift": shift}
     of_keys = {"k": k, "v": v}
     d_final = call.states_from(d_state, shape.heads)
@@ -80,11 +84,13 @@ def backward(
             "d_query", call.segments.table, {"q": q, **of_keys, "d_out": d_out}, {"d_q": d_q},
             states=states, d_rows=d_rows, **rows,
         )  # fmt: skip
-        d_states = call.empty_states(shape.heads)
-        inner = call.segments.later if spec.causal else call.segments.table
-        if len(inner):
-            call.launch("d_segment_states", inner, {"q": q, "d_out": d_out}, {}, d_states=d_states, **rows)
-        call.scan(d_states, d_final, backwards=True)
+        d_states = d_final  # a block reads its state before it writes it
+        if not call.is_one_segment:
+            d_states = call.empty_states(shape.heads)
+            inner = call.segments.later if spec.causal else call.segments.table
+            if len(inner):
+                call.launch("d_segment_states", inner, {"q": q, "d_out": d_out}, {}, d_states=d_states, **rows)
+            call.scan(d_states, d_final, backwards=True)
         call.launch(
             "d_keys", call.segments.table, {"q": q, **of_keys, "d_out": d_out}, {"d_k": d_k, "d_v": d_v},
             d_states=d_states, d_final=d_final, d_columns=d_columns, **rows,
@@ -110,12 +116,17 @@ class LinearCall:
         made = self.build_for("scan", ())
         self.depth, self.columns = made.depth, made.columns
         self.slots = shape.batch * self.segments.number
+        self.is_one_segment = problem.spec.causal and problem.n_states == self.slots == len(self.segments.firsts) - 1
+        self.is_one_segment &= not len(self.segments.inner)
         self.decays, self.totals = self._cumulative()
 
     def states(self) -> tuple[Any, Any]:
         """The state before each segment, and that after all if queries see all; else still that before."""
         problem = self.problem
-        states, final = self.empty_states(problem.shape.heads_k), self.states_from(problem.initial, 0)
+        final = self.states_from(problem.initial, 0)
+        if self.is_one_segment:  # blocks whose heads share keys would read what one of them writes
+            return final.clone() if problem.shape.group > 1 else final, final
+        states = self.empty_states(problem.shape.heads_k)
         if self.has_rows:
             inner = self.segments.inner if problem.spec.causal else self.segments.table
             if len(inner):
@@ -129,6 +140,11 @@ class LinearCall:
             "scan", self.segments.table, {}, {}, states=states, totals=totals, final=final,
             firsts=self.segments.firsts, heads=states.shape[1], backwards=int(backwards),
         )  # fmt: skip
+
+    def row_numbers(self, wanted: bool) -> Any:
+        """Places for one number a row, if a kernel of this call has any."""
+        q = self.problem.q
+        return _numbers(q, *q.shape[:2], row_places(q.shape[2])).zero_() if wanted else _unused(q)
 
     def empty_states(self, heads: int) -> Any:
         return _numbers(self.problem.q, self.slots, heads, self.depth, self.columns + _SIDE)
@@ -250,11 +266,6 @@ def _by_tokens(x: Any) -> Any:
 def _unused(like: Any) -> Any:
     """For an argument that nothing is read of."""
     return torch.zeros(1, dtype=torch.float32, device=like.device)
-
-
-def _row_numbers(q: Any) -> Any:
-    """Places for one number a row."""
-    return _numbers(q, *q.shape[:2], row_places(q.shape[2])).zero_()
 
 
 def _numbers(like: Any, *size: int) -> Any:

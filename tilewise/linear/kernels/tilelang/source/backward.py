@@ -13,21 +13,27 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
     RowWeights,
     Segment,
     Sizes,
-    add_rows,
+    add_to_z,
     at,
+    decay_all,
     inverse,
+    kept,
     left,
     load_decays,
     load_state,
     load_weights,
+    load_z,
     map_rows,
     numbers,
     one,
     past,
     segments_of,
+    shift_rows,
     states_of,
     store_rows,
     store_state,
+    store_z,
+    weigh_rows,
     within,
 )
 
@@ -101,50 +107,66 @@ def d_query(build, spec):
             c_tile = shared([chunk], "float32")
             weights = RowWeights(build, shared([chunk], "float32"), shared([chunk], "float32"))
             z = shared([depth], "float32")
-            f_k = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
+            f_k = fragment([chunk, depth], "float32")
             w = fragment([chunk, chunk], "float32")
             d_f = fragment([chunk, depth], "float32")
             part = fragment([chunk, depth], "float32")
             sums = fragment([chunk], "float32")
             state = fragment([depth, columns], "float32")
+            k_features = k_tile if build.raw_keys else narrow_k
+            needs_q = build.decays or not build.raw_keys
             after_kernels_before(build)
             hk = T.truncdiv(h, group)
             segment = Segment.of(segments, number)
             begin = segment.begin
             end = segment.end
-            load_state(build, states, b * per_batch + segment.slot, hk, state, z)
+            load_state(build, states, b * per_batch + segment.slot, hk, state)
+            if build.normalize:
+                load_z(build, states, b * per_batch + segment.slot, hk, z)
             for i in T.Pipelined(T.ceildiv(end - begin, chunk), num_stages=build.stages):
                 # 1 load d_out
                 row = begin + i * chunk
                 load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
-                load_rows(build, q, q_tile, b, h, 0, row, end)
+                if needs_q:
+                    load_rows(build, q, q_tile, b, h, 0, row, end)
                 load_decays(build, decays, c_tile, b, hk, row, end)
                 load_weights(build, share, shift, weights, b, h, row, end)
                 # 2 what came before the chunk
                 T.copy(state, state_tile)
                 T.gemm(d_out_tile, state_tile, d_f, transpose_B=True, clear_accum=True)
-                for r, c in parallel(chunk, depth):
-                    d_f[r, c] = (d_f[r, c] + weights.shift(r) * z[c]) * past(build, c_tile, r)
+                if build.normalize:
+                    for r, c in parallel(chunk, depth):
+                        d_f[r, c] += weights.shift(r) * z[c]
+                if build.decays:
+                    for r, c in parallel(chunk, depth):
+                        d_f[r, c] *= past(build, c_tile, r)
                 if build.causal:
                     # 3 weights within the chunk
                     load_rows(build, k, k_tile, b, hk, 0, row, end)
                     load_rows(build, v, v_tile, b, hk, 0, row, end)
-                    map_rows(build, spec.feature, k_tile, f_k, one, row, end)
-                    T.copy(f_k, narrow_k)
+                    if build.normalize or needs_q:
+                        map_rows(build, spec.feature, k_tile, f_k, one, row, end)
+                    if not build.raw_keys:
+                        T.copy(f_k, narrow_k)
                     T.gemm(d_out_tile, v_tile, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
                         w[r, c] = (w[r, c] + weights.shift(r)) * within(build, c_tile, r, c)
                     T.copy(w, w_tile)
-                    T.gemm(w_tile, narrow_k, d_f)
+                    T.gemm(w_tile, k_features, d_f)
                     # 4 the state after it
+                    decay_all(build, state, c_tile)
                     if build.decays:
                         for r, c in parallel(chunk, depth):
                             f_k[r, c] *= left(build, c_tile, r)
-                    add_rows(build, f_k, narrow_k, v_tile, one, state, z, total, c_tile)
+                        T.copy(f_k, narrow_k)
+                    if build.normalize:
+                        add_to_z(build, f_k, total, z, c_tile)
+                    T.gemm(narrow_k if build.decays else k_features, v_tile, state, transpose_A=True)
                 # 5 finish: d_q
-                for r, c in parallel(chunk, depth):
-                    d_f[r, c] *= scale * weights.share(r)
+                if build.scaled or build.normalize:
+                    for r, c in parallel(chunk, depth):
+                        d_f[r, c] *= scale * weights.share(r)
                 if build.decays:
                     for r, c in parallel(chunk, depth):
                         part[r, c] = d_f[r, c] * at(build, spec.feature, q_tile[r, c])
@@ -153,8 +175,9 @@ def d_query(build, spec):
                     for r in parallel(chunk):
                         if row + r < end:
                             d_rows[b, h, row + r] = sums[r]
-                for r, c in parallel(chunk, depth):
-                    d_f[r, c] *= at(build, slope(spec.feature), q_tile[r, c])
+                if not build.raw_keys:
+                    for r, c in parallel(chunk, depth):
+                        d_f[r, c] *= at(build, slope(spec.feature), q_tile[r, c])
                 store_rows(build, d_f, narrow_k, d_q, b, h, row, end)
 
     return d_query
@@ -202,33 +225,38 @@ def d_keys(build, spec):
             c_tile = shared([chunk], "float32")
             weights = RowWeights(build, shared([chunk], "float32"), shared([chunk], "float32"))
             z = shared([depth], "float32")
-            f = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
+            f = fragment([chunk, depth], "float32")
             w = fragment([chunk, chunk], "float32")
             acc_k = fragment([chunk, depth], "float32")
             acc_v = fragment([chunk, columns], "float32")
             part = fragment([chunk, depth], "float32")
             sums = fragment([chunk], "float32")
             state = fragment([depth, columns], "float32")
+            q_features = q_tile if build.raw_queries else narrow_q
+            k_features = k_tile if build.raw_keys else narrow_k
+            is_raw = build.raw_queries and not (build.normalize or build.decays)
             after_kernels_before(build)
             hk = T.truncdiv(h, group)
             segment = Segment.of(segments, number)
             begin = segment.begin
             end = segment.end
             chunks = T.ceildiv(end - begin, chunk)
-            load_state(build, d_states, b * per_batch + segment.slot, h, state, z)
+            load_state(build, d_states, b * per_batch + segment.slot, h, state)
+            load_z(build, d_states, b * per_batch + segment.slot, h, z)
             for i in T.Pipelined(chunks, num_stages=build.stages):
                 # 1 load k, v
                 row = begin + (chunks - 1 - i) * chunk
                 load_rows(build, k, k_tile, b, hk, 0, row, end)
                 load_rows(build, v, v_tile, b, hk, 0, row, end)
                 load_decays(build, decays, c_tile, b, hk, row, end)
-                map_rows(build, spec.feature, k_tile, f, one, row, end)
-                T.copy(f, narrow_k)
+                if not build.raw_keys:
+                    map_rows(build, spec.feature, k_tile, f, one, row, end)
+                    T.copy(f, narrow_k)
                 # 2 what comes behind the chunk
                 T.copy(state, state_tile)
                 T.gemm(v_tile, state_tile, acc_k, transpose_B=True, clear_accum=True)
-                T.gemm(narrow_k, state_tile, acc_v, clear_accum=True)
+                T.gemm(k_features, state_tile, acc_v, clear_accum=True)
                 for r, c in parallel(chunk, depth):
                     acc_k[r, c] = (acc_k[r, c] + z[c]) * left(build, c_tile, r)
                 if build.decays:
@@ -239,9 +267,11 @@ def d_keys(build, spec):
                     load_rows(build, q, q_tile, b, h, 0, row, end)
                     load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
                     load_weights(build, share, shift, weights, b, h, row, end)
-                    map_rows(build, spec.feature, q_tile, f, lambda r: scale, row, end)
-                    T.copy(f, narrow_q)
-                    T.gemm(narrow_k, narrow_q, w, transpose_B=True, clear_accum=True)
+                    if not is_raw:
+                        map_rows(build, spec.feature, q_tile, f, lambda r: scale, row, end)
+                    if not build.raw_queries:
+                        T.copy(f, narrow_q)
+                    T.gemm(k_features, q_features, w, transpose_B=True, clear_accum=True)
                     for r, c in parallel(chunk, chunk):
                         w[r, c] *= within(build, c_tile, c, r) * weights.share(c)
                     T.copy(w, w_tile)
@@ -250,25 +280,34 @@ def d_keys(build, spec):
                     for r, c in parallel(chunk, chunk):
                         w[r, c] = (w[r, c] + weights.shift(c)) * within(build, c_tile, c, r) * weights.share(c)
                     T.copy(w, w_tile)
-                    T.gemm(w_tile, narrow_q, acc_k)
+                    T.gemm(w_tile, q_features, acc_k)
                     # 4 the gradient of the state before it
-                    for r, c in parallel(chunk, depth):
-                        f[r, c] *= weights.share(r) * past(build, c_tile, r)
-                    add_rows(build, f, narrow_q, d_out_tile, weights.shift, state, z, total, c_tile)
+                    decay_all(build, state, c_tile)
+                    if not is_raw:
+                        weigh_rows(build, f, narrow_q, weights, c_tile)
+                    if build.normalize:
+                        shift_rows(build, f, weights)
+                        add_to_z(build, f, total, z, c_tile)
+                    elif build.decays:
+                        for j in parallel(depth):
+                            z[j] *= kept(build, c_tile)
+                    T.gemm(q_features if is_raw else narrow_q, d_out_tile, state, transpose_A=True)
                 # 5 finish: d_k, d_v
                 if build.decays:
                     for r, c in parallel(chunk, depth):
-                        part[r, c] = acc_k[r, c] * T.cast(narrow_k[r, c], "float32")
+                        part[r, c] = acc_k[r, c] * T.cast(k_features[r, c], "float32")
                     T.reduce_sum(part, sums, dim=1)
                     for r in parallel(chunk):
                         if row + r < end:
                             d_columns[b, h, row + r] = sums[r]
-                for r, c in parallel(chunk, depth):
-                    acc_k[r, c] *= at(build, slope(spec.feature), k_tile[r, c])
+                if not build.raw_keys:
+                    for r, c in parallel(chunk, depth):
+                        acc_k[r, c] *= at(build, slope(spec.feature), k_tile[r, c])
                 store_rows(build, acc_k, narrow_q, d_k, b, h, row, end)
                 store_rows(build, acc_v, d_v_tile, d_v, b, h, row, end)
             if build.causal:  # noqa: SIM102 - the first is asked when the kernel is written, the second when it runs
                 if segment.is_first == 1:
-                    store_state(build, state, z, d_final, b + segment.sequence, h)
+                    store_state(build, state, d_final, b + segment.sequence, h)
+                    store_z(build, z, d_final, b + segment.sequence, h)
 
     return d_keys

@@ -3,6 +3,9 @@
 A sequence is cut into segments, which blocks work on side by side, and a segment into chunks, one after the other. A
 state is kept as `depth` rows of `columns` numbers, and SIDE more: the first of them is z, the sum of features alone, as
 if values had a column of ones. The gradient of a state is kept likewise.
+
+Where z is needed only behind a segment it is spread over the rows of `lanes`: each thread adds up what it has in
+registers, and asks no other before the end.
 """
 
 from typing import Any, NamedTuple
@@ -133,41 +136,84 @@ def within(build, c_tile, query, key):
 
 
 @T.macro
-def load_state(build, states, slot, h, state, z):
-    parallel = Memory.of(build).parallel
-    for i, j in parallel(build.depth, build.columns):
+def load_state(build, states, slot, h, state):
+    """But for z."""
+    for i, j in Memory.of(build).parallel(build.depth, build.columns):
         state[i, j] = states[slot, h, i, j]
-    for i in parallel(build.depth):
+
+
+@T.macro
+def load_lanes(build, states, slot, h, lanes):
+    for r, i in Memory.of(build).parallel(build.row_lanes, build.depth):
+        lanes[r, i] = T.if_then_else(r == 0, states[slot, h, i, build.columns], 0)
+
+
+@T.macro
+def store_state(build, state, states, slot, h):
+    """But for z."""
+    for i, j in Memory.of(build).parallel(build.depth, build.columns):
+        states[slot, h, i, j] = state[i, j]
+
+
+@T.macro
+def load_z(build, states, slot, h, z):
+    for i in Memory.of(build).parallel(build.depth):
         z[i] = states[slot, h, i, build.columns]
 
 
 @T.macro
-def store_state(build, state, z, states, slot, h):
-    parallel = Memory.of(build).parallel
-    for i, j in parallel(build.depth, build.columns):
-        states[slot, h, i, j] = state[i, j]
-    for i in parallel(build.depth):
+def store_z(build, z, states, slot, h):
+    for i in Memory.of(build).parallel(build.depth):
         states[slot, h, i, build.columns] = z[i]
 
 
 @T.macro
-def add_rows(build, f, narrow, rows_tile, weight, state, z, total, c_tile):
-    """The state after a chunk: what is left of it, and f^T @ rows. z: the same of f and one weight a row.
+def store_lanes(build, lanes, total, states, slot, h):
+    """total: a fragment to compute in."""
+    T.reduce_sum(lanes, total, dim=0)
+    store_z(build, total, states, slot, h)
 
-    f: a fragment; narrow: a tile for it, as products take it; total: a fragment to compute in.
-    """
-    parallel = Memory.of(build).parallel
-    chunk, depth = f.shape
-    T.copy(f, narrow)
-    for r, c in parallel(chunk, depth):
-        f[r, c] *= weight(r)
+
+@T.macro
+def add_to_z(build, f, total, z, c_tile):
+    """Features of a chunk's rows, a fragment, are added up over all threads. total: a fragment to compute in."""
     T.reduce_sum(f, total, dim=0)
-    for i in parallel(depth):
+    for i in Memory.of(build).parallel(build.depth):
         z[i] = z[i] * kept(build, c_tile) + total[i]
+
+
+@T.macro
+def decay_all(build, state, c_tile):
+    """What is left behind a chunk, of a state or of lanes."""
     if build.decays:
-        for i, j in parallel(depth, build.columns):
+        rows, columns = state.shape
+        for i, j in Memory.of(build).parallel(rows, columns):
             state[i, j] *= kept(build, c_tile)
-    T.gemm(narrow, rows_tile, state, transpose_A=True)
+
+
+@T.macro
+def add_to_lanes(build, f, lanes):
+    """Features of a chunk's rows, a fragment, are added up by each thread."""
+    chunk, depth = f.shape
+    folded = T.reshape(f, [chunk // build.row_lanes, build.row_lanes, depth])
+    T.reduce_sum(folded, lanes, dim=0, clear=False)
+
+
+@T.macro
+def weigh_rows(build, f, narrow, weights, c_tile):
+    """Features of queries as the gradient of the state before a chunk has them, in a tile for products."""
+    chunk, depth = f.shape
+    for r, c in Memory.of(build).parallel(chunk, depth):
+        f[r, c] *= weights.share(r) * past(build, c_tile, r)
+    T.copy(f, narrow)
+
+
+@T.macro
+def shift_rows(build, f, weights):
+    """The same, as the gradient of z has them."""
+    chunk, depth = f.shape
+    for r, c in Memory.of(build).parallel(chunk, depth):
+        f[r, c] *= weights.shift(r)
 
 
 def one(r):

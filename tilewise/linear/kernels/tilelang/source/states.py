@@ -8,17 +8,20 @@ from tilewise.linear.kernels.tilelang.source.chunks import (
     RowWeights,
     Segment,
     Sizes,
-    add_rows,
+    add_to_lanes,
+    decay_all,
     left,
     load_decays,
     load_weights,
     map_rows,
     numbers,
-    one,
-    past,
     segments_of,
+    shift_rows,
     states_of,
+    store_lanes,
     store_state,
+    store_z,
+    weigh_rows,
 )
 
 
@@ -42,24 +45,32 @@ def segment_states(build, spec):
             v_tile = shared([chunk, columns], operand)
             narrow = shared([chunk, depth], operand)
             c_tile = shared([chunk], "float32")
-            z = shared([depth], "float32")
-            f_k = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
+            lanes = fragment([build.row_lanes, depth], "float32")
+            f_k = fragment([chunk, depth], "float32")
             state = fragment([depth, columns], "float32")
             after_kernels_before(build)
             segment = Segment.of(segments, number)
             begin = segment.begin
             end = segment.end
             T.fill(state, 0)
-            T.fill(z, 0)
+            T.fill(lanes, 0)
             for i in T.Pipelined(T.ceildiv(end - begin, chunk), num_stages=build.stages):
                 row = begin + i * chunk
                 load_rows(build, k, k_tile, b, hk, 0, row, end)
                 load_rows(build, v, v_tile, b, hk, 0, row, end)
                 load_decays(build, decays, c_tile, b, hk, row, end)
                 map_rows(build, spec.feature, k_tile, f_k, lambda r: left(build, c_tile, r), row, end)
-                add_rows(build, f_k, narrow, v_tile, one, state, z, total, c_tile)
-            store_state(build, state, z, states, b * per_batch + segment.slot, hk)
+                decay_all(build, state, c_tile)
+                decay_all(build, lanes, c_tile)
+                add_to_lanes(build, f_k, lanes)
+                if build.raw_keys and not build.decays:
+                    T.gemm(k_tile, v_tile, state, transpose_A=True)
+                else:
+                    T.copy(f_k, narrow)
+                    T.gemm(narrow, v_tile, state, transpose_A=True)
+            store_state(build, state, states, b * per_batch + segment.slot, hk)
+            store_lanes(build, lanes, total, states, b * per_batch + segment.slot, hk)
 
     return segment_states
 
@@ -67,7 +78,7 @@ def segment_states(build, spec):
 def d_segment_states(build, spec):
     """What the rows of a segment add to the gradient of the state before it. It goes through the chunks backwards."""
     n = Sizes()
-    shared, fragment, parallel = Memory.of(build)
+    shared, fragment, _ = Memory.of(build)
     chunk, depth, columns, dtype, operand = build.chunk, build.depth, build.columns, build.dtype, build.operand
 
     @T.prim_func
@@ -90,8 +101,9 @@ def d_segment_states(build, spec):
             c_tile = shared([chunk], "float32")
             weights = RowWeights(build, shared([chunk], "float32"), shared([chunk], "float32"))
             z = shared([depth], "float32")
-            f_q = fragment([chunk, depth], "float32")
             total = fragment([depth], "float32")
+            lanes = fragment([build.row_lanes, depth], "float32")
+            f_q = fragment([chunk, depth], "float32")
             state = fragment([depth, columns], "float32")
             after_kernels_before(build)
             segment = Segment.of(segments, number)
@@ -99,18 +111,32 @@ def d_segment_states(build, spec):
             end = segment.end
             chunks = T.ceildiv(end - begin, chunk)
             T.fill(state, 0)
-            T.fill(z, 0)
+            if build.normalize:
+                T.fill(lanes, 0)
+            else:
+                T.fill(z, 0)
             for i in T.Pipelined(chunks, num_stages=build.stages):
                 row = begin + (chunks - 1 - i) * chunk
                 load_rows(build, q, q_tile, b, h, 0, row, end)
                 load_rows(build, d_out, d_out_tile, b, h, 0, row, end)
                 load_decays(build, decays, c_tile, b, T.truncdiv(h, group), row, end)
                 load_weights(build, share, shift, weights, b, h, row, end)
-                map_rows(build, spec.feature, q_tile, f_q, lambda r: scale, row, end)
-                for r, c in parallel(chunk, depth):
-                    f_q[r, c] *= weights.share(r) * past(build, c_tile, r)
-                add_rows(build, f_q, narrow, d_out_tile, weights.shift, state, z, total, c_tile)
-            store_state(build, state, z, d_states, b * per_batch + segment.slot, h)
+                decay_all(build, state, c_tile)
+                if build.raw_queries and not (build.normalize or build.decays):
+                    T.gemm(q_tile, d_out_tile, state, transpose_A=True)
+                else:
+                    map_rows(build, spec.feature, q_tile, f_q, lambda r: scale, row, end)
+                    weigh_rows(build, f_q, narrow, weights, c_tile)
+                    T.gemm(narrow, d_out_tile, state, transpose_A=True)
+                if build.normalize:
+                    decay_all(build, lanes, c_tile)
+                    shift_rows(build, f_q, weights)
+                    add_to_lanes(build, f_q, lanes)
+            store_state(build, state, d_states, b * per_batch + segment.slot, h)
+            if build.normalize:
+                store_lanes(build, lanes, total, d_states, b * per_batch + segment.slot, h)
+            else:
+                store_z(build, z, d_states, b * per_batch + segment.slot, h)
 
     return d_segment_states
 
