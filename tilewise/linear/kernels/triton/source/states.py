@@ -120,7 +120,7 @@ def scan(
     """Each segment's state becomes that before it (BACKWARDS: behind it); of all of a sequence if not CAUSAL.
 
     A program has some numbers of one sequence's states. final (kv, z): the state after all, if it is wanted; initial
-    (kv, z): that before all. Without final the segment that is visited last may have no state yet.
+    (kv, z): that before all. Without final the segment that is visited last may have no state yet, and is not read.
     """
     sequence, hk = tl.program_id(0) // heads_k, tl.program_id(0) % heads_k
     first, last = 0, n_segments
@@ -137,13 +137,14 @@ def scan(
     # Segments are visited from `begin` on; each is read four ahead, as memory takes longer to answer than a step does.
     begin, step = (last - 1, -1) if BACKWARDS else (first, 1)
     segment, apart = (base + begin) * heads_k + hk, step * heads_k
-    added_0, total_0 = segment_of(states, totals, segment, size, number, last - first)
-    added_1, total_1 = segment_of(states, totals, segment + apart, size, number, last - first - 1)
-    added_2, total_2 = segment_of(states, totals, segment + 2 * apart, size, number, last - first - 2)
+    counts = last if final is not None or not CAUSAL else last - 1
+    added_0, total_0 = segment_of(states, totals, segment, size, number, counts - first)
+    added_1, total_1 = segment_of(states, totals, segment + apart, size, number, counts - first - 1)
+    added_2, total_2 = segment_of(states, totals, segment + 2 * apart, size, number, counts - first - 2)
     for i in range(first, last):
         added, total = added_0, total_0
         added_0, added_1, total_0, total_1 = added_1, added_2, total_1, total_2
-        added_2, total_2 = segment_of(states, totals, segment + 3 * apart, size, number, last - i - 3)
+        added_2, total_2 = segment_of(states, totals, segment + 3 * apart, size, number, counts - i - 3)
         if CAUSAL:
             tl.store(states + tl.cast(segment, tl.int64) * size + number, state, mask=inside)
         if totals is not None:
