@@ -110,9 +110,17 @@ def test_blocks_that_share_the_key_tiles(
     assert _same_bits(alone, gradients(problem, order))
 
 
-def test_heads_by_sections_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("blocks", [2, 64])
+@pytest.mark.parametrize("sections", [(1, 4), (2, 2), (1, 3)], ids=str)
+def test_heads_by_sections_have_the_same_bits(
+    sections: tuple[int, int], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four key heads; the last section has the rest. d_q of a section comes behind the key tiles of later ones."""
     alone = gradients("grouped")
-    monkeypatch.setattr(marshal, "_L2_SHARE", 1)
+    monkeypatch.setattr(marshal, "_backward_sections", lambda *_: sections)
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", blocks)
+    if blocks > 2:
+        plant(monkeypatch, FILES, _at_most(1))
     assert _same_bits(alone, gradients("grouped"))
 
 

@@ -449,6 +449,9 @@ UNORDERED: dict[str, Mistake] = {
     "a first sum of which nobody is told": Mistake(
         "deadlock.*for another block", "full", {"(ORDERED || turn == 0) && leads": "ORDERED && leads"},
     ),
+    "d_q of the section at hand": Mistake(
+        f"{WRONG}|deadlock.*for another block", "grouped", {"before - launch.behind * section": "before"},
+    ),
     # Storers are told a step later.
     "the storer of the step at hand is told": Mistake(
         "deadlock|more often", "full", {TELL_LATE: TELL_LATE.replace("steps - 1", "steps")},

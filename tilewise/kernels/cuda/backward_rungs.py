@@ -184,13 +184,17 @@ class Hoppers:
     def _is_wide(self, shape: Shape) -> bool:
         return max(shape.d, shape.d_v) > _BackwardSm90.NARROW
 
-    def workspace(self, spec: Attention, shape: Shape, q_tiles: int) -> dict[str, int]:
+    def workspace(self, tile: Tile, shape: Shape, q_tiles: int) -> dict[str, int]:
         """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
-        tile = self._first.default_tile(spec, shape)
         rows = q_tiles * tile.q
         turns = 2 * q_tiles if self._is_wide(shape) or _columns_down(tile) else q_tiles
-        sums, done = rows * 64 * _halved(parts(shape.d)), shape.batch * shape.heads_k
+        sums, done = rows * columns_of_sums(shape), shape.batch * shape.heads_k
         return {"rows": 2 * rows, "sums": sums, "turns": turns, "done": done}
+
+
+def columns_of_sums(shape: Shape) -> int:
+    """Of d_q, as consumers hold it."""
+    return 64 * _halved(parts(shape.d))
 
 
 _LONG = 4096  # queries, of which what a mask leaves of their tiles' edges hardly counts

@@ -14,6 +14,7 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.kernels import gpus
 from tilewise.kernels.cuda import structs
+from tilewise.kernels.cuda.backward_rungs import columns_of_sums
 from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table
 from tilewise.kernels.cuda.tensor_map import TensorMap
@@ -304,7 +305,7 @@ _SHARE = 1 << 17  # bytes of sums that a block rounds at a time: about as many a
 
 def _shares(shape: Shape, tile: Tile, by_query: Tables) -> tuple[int, int]:
     """Query tiles of a share of d_q, and shares of a key head."""
-    share = max(1, _SHARE // (4 * tile.q * shape.d))
+    share = max(1, _SHARE // (4 * tile.q * columns_of_sums(shape)))
     return share, -(-by_query.tiles * shape.group // share)
 
 

@@ -211,7 +211,7 @@ def prepare_backward_sm90(
         places = [place + inner // _WORD for place in _places(full, order, False)]
         tables = [numbers, numbers_by_query]
         made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, refining, mapped))
-    return made, list(hoppers.workspace(spec, shape, marshal.blocks(shape, by_query)).values())
+    return made, list(hoppers.workspace(tile, shape, marshal.blocks(shape, by_query)).values())
 
 
 def backward_of(

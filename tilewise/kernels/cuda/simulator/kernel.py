@@ -193,7 +193,7 @@ def _launch_sm90(
     q_tiles = marshal.blocks(shape, by_query)
     if q_tiles == 0:
         return
-    numbers = hoppers.workspace(spec, shape, q_tiles)
+    numbers = hoppers.workspace(tile, shape, q_tiles)
     space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
     space["next_item"] = np.zeros(1, np.int32)
     for number, rung in enumerate(rungs):

@@ -43,7 +43,7 @@ struct Launch {  // as in ../structs.py
     float* rows;  // of each query tile of each head: -lse, by which exponents are shifted, then -delta, with which d_p begins
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
     int* turns;  // of each of those, or of each half: how many key tiles were added; without an order, whether one was
-    int* done;  // of each key head: how many storers have added all of a key tile's
+    int* done;  // of each key head: two for each key tile whose part of d_q is in the sums
     int q_tiles, offsets_apart;  // query tiles of all sequences; from one tile's offsets to the next one's, in both plans
     int* next_item;
     int items, section, sections, heads;  // as in sm90.h, of key heads; items are key tiles, and shares of d_q
@@ -77,7 +77,6 @@ __device__ __forceinline__ Taken taken_at(const Launch& launch, int index) {
     return {before - launch.behind * section + of_d_q / launch.shares, of_d_q % launch.shares, true};
 }
 
-// Plans do not change while kernels follow them: they are read by __ldg, which may find them in the multiprocessor's own cache.
 // The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
 // same way, so that each comes to a query tile after those before it did.
 struct Visits {
@@ -105,7 +104,8 @@ struct Visits {
         tile--;
         return true;
     }
-    // Where a plan has the runs of a tile of this sequence and head.
+    // Where a plan has the runs of a tile of this sequence and head. Plans do not change while kernels follow them: they are read by
+    // __ldg, for acquiring a turn empties the multiprocessor's cache of what is read otherwise.
     __device__ __forceinline__ const int* offsets_of(const Sequence* sequences, const int* offsets, int of) const {
         const Sequence& here = sequences[sequence];
         const int64 at = __ldg(&here.offsets) + int64(b) * __ldg(&here.offsets_batch) +

@@ -19,8 +19,8 @@ struct DQuery {
     __device__ __forceinline__ DQuery(const Launch& launch, const Shared& shared, int number)
         : launch(launch), shared(shared), number(hw::anew(number)), thread(hw::anew(threadIdx.x) % 128) {}
 
-    // Tiles that are read at a time: as many as registers hold, for the cache answers late.
-    static constexpr int AT_ONCE = HALF > 128 ? 1 : HALF > 64 ? 256 / HALF : 4;
+    // Tiles that are read at a time: some 128 registers hold them, for the cache answers late.
+    static constexpr int AT_ONCE = HALF > 64 ? 256 / HALF : 4;
 
     // A share of the query tiles of all heads that have this key head. While one is stored the next ones are read.
     __device__ __forceinline__ void round(const Shared::Item& item) {
