@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.edits import edited
 from tilewise.kernels.cuda import source
 
 EDITS = {
@@ -33,19 +34,11 @@ EDITS = {
 }  # fmt: skip
 
 
-def edited(name: str, text: str) -> str:
-    for old, new in EDITS.get(name, ()):
-        if text.count(old) != 1:
-            raise ValueError(f"{name} has no more: {old}")
-        text = text.replace(old, new)
-    return text
-
-
 def install() -> None:
     """For all that is compiled from now on."""
     read = source._read
 
     def read_edited(folder: Path, name: str) -> str:
-        return edited(name, read(folder, name))
+        return edited(EDITS, name, read(folder, name))
 
     source._read = read_edited

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.edits import edited
+
 EDITS = {
     "rings.py": [
         ("    return made, fillers, readers\n", "    return made, fillers, 32 * readers\n"),
@@ -45,14 +47,6 @@ def is_wanted() -> bool:
     return os.environ.get("TILEWISE_EVERY_LANE") == "1"
 
 
-def edited(name: str, text: str) -> str:
-    for old, new in EDITS.get(name, ()):
-        if text.count(old) != 1:
-            raise ValueError(f"{name} has no more: {old}")
-        text = text.replace(old, new)
-    return text
-
-
 @contextmanager
 def installed() -> Iterator[None]:
     """For all that is compiled meanwhile, if it is wanted; nothing may have been compiled before."""
@@ -63,6 +57,6 @@ def installed() -> Iterator[None]:
         return
     with tempfile.TemporaryDirectory() as folder:
         for path in Path(source.__path__[0]).glob("*.py"):
-            Path(folder, path.name).write_text(edited(path.name, path.read_text()))
+            Path(folder, path.name).write_text(edited(EDITS, path.name, path.read_text()))
         source.__path__ = [folder]
         yield

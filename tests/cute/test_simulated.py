@@ -16,6 +16,7 @@ from tests.cute.simulator.instructions import steps  # noqa: E402 - only with Py
 from tests.cute.simulator.machine import Grid, StuckError  # noqa: E402
 from tests.cute.simulator.memory import Memory  # noqa: E402
 from tests.cute.simulator.parse import parse  # noqa: E402
+from tests.edits import edited  # noqa: E402
 from tilewise.kernels.cute import compiler  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +88,7 @@ def test_so_it_does_where_every_lane_frees_places(
 @pytest.mark.parametrize("name", every_lane.EDITS)
 def test_what_racechecks_version_edits_is_there(name: str) -> None:
     text = (ROOT / "tilewise" / "kernels" / "cute" / "source" / name).read_text()
-    assert every_lane.edited(name, text) != text
+    assert edited(every_lane.EDITS, name, text) != text
 
 
 @pytest.mark.slow
