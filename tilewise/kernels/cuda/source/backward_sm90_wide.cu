@@ -3,8 +3,7 @@
 // p and d_s go through shared memory, where both find them whole.
 //
 // Shared memory has room for one d_out: the next is brought while d_k and d_q are computed, and once it is there, p has been
-// read by both. d_q has two pieces, for registers
-// have room for one: the second is multiplied when the first was handed over.
+// read by both. d_q has two pieces, for registers have room for one: the second is multiplied when the first was handed over.
 #include "device.h"
 #include "config.h"
 #include "params.h"

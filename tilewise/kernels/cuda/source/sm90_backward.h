@@ -104,8 +104,8 @@ struct Visits {
         tile--;
         return true;
     }
-    // Where a plan has the runs of a tile of this sequence and head. Plans do not change while kernels follow them: they are read by
-    // __ldg, for acquiring a turn empties the multiprocessor's cache of what is read otherwise.
+    // Where a plan has the runs of a tile of this sequence and head. Plans do not change while kernels follow them: they are
+    // read by __ldg, for acquiring a turn empties the multiprocessor's cache of what is read otherwise.
     __device__ __forceinline__ const int* offsets_of(const Sequence* sequences, const int* offsets, int of) const {
         const Sequence& here = sequences[sequence];
         const int64 at = __ldg(&here.offsets) + int64(b) * __ldg(&here.offsets_batch) +
@@ -149,7 +149,8 @@ struct Shared {
 
     static constexpr int V = K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES,
                          D_S = D_OUT + O_STAGES * O_BYTES, P = D_S + S_STAGES * S_BYTES, D_Q = P + (WIDE ? S_BYTES : 0),
-                         TABLE = D_Q + (STORES_HALVES ? 2 : 4) * PIECE_BYTES, SHIFT = TABLE + TABLE_TILE_BYTES, DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
+                         TABLE = D_Q + (STORES_HALVES ? 2 : 4) * PIECE_BYTES, SHIFT = TABLE + TABLE_TILE_BYTES,
+                         DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
                          BARRIERS = DELTA + O_STAGES * ROWS_BYTES, ITEM = BARRIERS + 192, MEETING = ITEM + 64,
                          ADDITION = MEETING + 64, END = BARRIERS + 384;
 

@@ -94,8 +94,8 @@ struct DQuery {
 #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
             const int query = (HALVES_QUERIES ? number * 64 : 0) + warp * 16 + lane / 4 + lower * 8;
-            store_row<HALF>(row(tile, query) + column, &tile.held[lower * 2], launch.backward.params.scale, lane % 4, query < left,
-                            D - column);
+            store_row<HALF>(row(tile, query) + column, &tile.held[lower * 2], launch.backward.params.scale, lane % 4,
+                            query < left, D - column);
         }
     }
     // Columns lie down, queries across: in a place they are turned.
@@ -115,7 +115,8 @@ struct DQuery {
 #pragma unroll
         for (int n = 0; n < HALF / 2; n++) {
             const int query = n / 4 * 8 + lane % 4 * 2 + n % 2, column = number * PART + warp * 16 + lane / 4 + n % 4 / 2 * 8;
-            if (query < left && column < D) row(tile, query)[column] = narrow<Element>(tile.held[n] * launch.backward.params.scale);
+            if (query < left && column < D)
+                row(tile, query)[column] = narrow<Element>(tile.held[n] * launch.backward.params.scale);
         }
     }
 };

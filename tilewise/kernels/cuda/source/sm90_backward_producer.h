@@ -202,7 +202,8 @@ struct Loader {
 // Two warps add d_q to the sums, each from a place of its own. One has even steps, the other odd ones: while one waits until it
 // is this key tile's turn, or for the copy engine, the other's work goes on. Where tiles are large, each has a half of every
 // step, and its place is for a piece at a time. The first key tile of a query tile need not add: nothing was there before. If
-// there is no order, all others have the second turn; wide heads, whose storers have no time to wait, add to sums of 0. Who owes others a turn waits for nothing but the copy engine.
+// there is no order, all others have the second turn; wide heads, whose storers have no time to wait, add to sums of 0.
+// Who owes others a turn waits for nothing but the copy engine.
 struct Storer {
     const Launch& launch;
     const Shared& shared;
