@@ -19,6 +19,7 @@ from tests.cuda.test_ops import needs_compiler
 from tilewise.cases import Case, conformance
 from tilewise.expr import H, K, Q, S, load
 from tilewise.kernels.cuda import compiler, marshal, simulator, structs, wgmma
+from tilewise.kernels.cuda.backward_rungs import BackwardProducts
 from tilewise.kernels.cuda.ops import variant
 from tilewise.kernels.cuda.rungs import RUNGS, SOURCES, ForwardSm90
 from tilewise.kernels.cuda.source import assembled, source, spliced
@@ -237,6 +238,21 @@ def test_sections_fit_the_cache_and_the_last_hides_its_largest_tile(d: int, n: i
     assert last * made.sizes.sum() / blocks >= 1.5 * made.sizes.max()
     full = marshal.tables(Attention(1.0), shape, Tile(128, 128), RUNGS["forward_sm90"])
     assert marshal._sections(shape, full, blocks) == (1, heads)
+
+
+@pytest.mark.parametrize("n", [512, 2048, 8192, 16384])
+def test_the_last_heads_take_turns_if_their_key_tiles_differ(n: int) -> None:
+    """In any order: half of a largest tile's time has work for all 132 blocks when the last heads begin."""
+    shape = Shape(16384 // n, 16, 16, n, n, 128, 128, "bfloat16")
+    heads, blocks, tile, rung = shape.batch * shape.heads, 132, Tile(64, 128), BackwardProducts(ordered=False)
+    causal = marshal.tables(Attention(1.0, tw.causal()), shape, tile, rung)
+    full = marshal.tables(Attention(1.0), shape, tile, rung)
+    section, sections = marshal._backward_sections(shape, causal, blocks, ordered=False)
+    last = heads - section * (sections - 1)
+    assert section == 1
+    assert 1 < last < heads / 2 or n == 16384
+    assert last * causal.mean_visits * causal.tiles / blocks >= 0.5 * causal.most_tiles
+    assert marshal._backward_sections(shape, full, blocks, ordered=False) == (1, heads)
 
 
 def test_records_follow_the_plan() -> None:
