@@ -48,17 +48,21 @@ def fused_qkv_projection(
     if _chosen(kernel, x) == "triton":
         from tilewise.pytorch.projection import project
 
-        return _split(project(x, w_qkv, b_qkv, turn, heads, heads_k), heads, heads_k)
-    y = _multiplied(x, w_qkv, b_qkv).reshape((*x.shape[:2], heads + 2 * heads_k, d)).swapaxes(1, 2)
-    q, k, v = _split(y, heads, heads_k)
+        return _split(project(x, w_qkv, b_qkv, turn, heads, heads_k), heads, heads_k, axis=1)
+    y = _multiplied(x, w_qkv, b_qkv).reshape((*x.shape[:2], heads + 2 * heads_k, d))
+    q, k, v = (part.swapaxes(1, 2) for part in _split(y, heads, heads_k, axis=2))
     if turn is not None:
         q, k = turned(q, turn), turned(k, turn)
     return (q, k, v) if arrays.is_torch(x) else (_stored(q, x), _stored(k, x), _stored(v, x))
 
 
-def _split(y: Any, heads: int, heads_k: int) -> tuple[Any, Any, Any]:
-    """q, k and v of (batch, all heads, n, d)."""
-    return y[:, :heads], y[:, heads : heads + heads_k], y[:, heads + heads_k :]
+def _split(y: Any, heads: int, heads_k: int, axis: int) -> tuple[Any, Any, Any]:
+    """q, k and v of all heads. PyTorch joins the gradients of such parts by one copy; those of slices it adds up."""
+    if arrays.is_torch(y):
+        q, k, v = y.split((heads, heads_k, heads_k), axis)
+    else:
+        q, k, v = np.split(y, (heads, heads + heads_k), axis)
+    return q, k, v
 
 
 def check_heads(heads: Any, heads_k: Any) -> None:
