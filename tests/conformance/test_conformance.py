@@ -13,6 +13,7 @@ import pytest
 
 import tilewise as tw
 from tests.conformance.paths import forced, paths
+from tests.tilelang.compiled import missing
 from tilewise import arrays, dispatch, validate
 from tilewise.cases import PACKED_VARIANTS, VARIANTS, Case, conformance
 from tilewise.contract import backward_results, check_backward, check_forward, gradients_to_pull, on_device, on_host
@@ -317,6 +318,8 @@ def test_scores_beyond_what_exponents_tell_apart_are_no_nan(name: str) -> None:
 @pytest.mark.parametrize("name", GPU_RUNGS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_row_with_its_weight_on_one_key_has_its_value_on_a_gpu(name: str, dtype: str) -> None:
+    if name.startswith("tilelang") and (reason := missing()) is not None:
+        pytest.skip(f"{name} has no kernels on this machine: {reason}")
     _check_heavy_keys(name, dtype, "cuda:0")
 
 

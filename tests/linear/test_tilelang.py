@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from tilewise.kernels.tilelang import compiler, library
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
 from tilewise.linear.features import FEATURE_MAPS
+from tilewise.linear.kernels.operands import tensors_of
 from tilewise.linear.kernels.tilelang import not_compiled, refused
 from tilewise.linear.kernels.tilelang.build import KERNELS, build_of, written
 from tilewise.linear.spec import Linear
@@ -125,6 +127,41 @@ def test_every_kernel_compiles(kernel: str, is_raw: bool, d: int) -> None:
         source = compiler.source(text, build.target)
         assert all(word in source for word in ("tl::wgmma_ss", "tl::tma_load", "warpgroup_reg_dealloc"))
     assert compiler.library(text, build.target).spilled == 0
+
+
+@needs_tilelang
+@pytest.mark.parametrize("decay", [None, "token"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_kernels_are_told_all_that_they_ask_for(
+    decay: str | None, normalize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU arrays have steps, those too of which a kernel reads nothing."""
+    torch = pytest.importorskip("torch")
+    from tilewise.linear.kernels.tilelang import launch
+
+    missing: dict[str, set[str]] = {}
+
+    class Asking:
+        def __init__(self, build: Any, text: Any) -> None:
+            steps = (step for buffer in text.buffer_map.values() for step in buffer.strides)
+            self.kernel, self.names = build.kernel, {step.name for step in steps if hasattr(step, "name")}
+
+        def launch(self, values: dict[str, Any], device: Any) -> None:
+            missing[self.kernel] = self.names - values.keys()
+
+    def asking(build: Any, write: Any) -> Asking:
+        with compiler.as_target(build.target):
+            return Asking(build, write())
+
+    monkeypatch.setattr(library, "kernel", asking)
+    monkeypatch.setattr(launch, "blocks_wanted", lambda device, target: 132)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    case = LinearCase("any", n=700, d=64, d_v=64, dtype="bfloat16", decay=decay, normalize=normalize)
+    problem = tensors_of(case.problem(), arrays.as_tensor)
+    done = launch.forward(problem, None, "sm_90a")
+    launch.backward(problem, done, torch.zeros_like(done.out), None, None, "sm_90a")
+    assert {"outputs", "segment_states", "scan", "d_query", "d_keys"} <= missing.keys()
+    assert not any(missing.values()), missing
 
 
 @needs_tilelang

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import tilewise as tw
+from tests.tilelang.compiled import missing
 from tilewise import dispatch
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +16,8 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture
 def torch() -> Any:
     torch = pytest.importorskip("torch")
-    reason = dispatch.kernel("tilelang").unavailable() if torch.cuda.is_available() else "there is no NVIDIA GPU"
+    has_gpu = torch.cuda.is_available()
+    reason = dispatch.kernel("tilelang").unavailable() or missing() if has_gpu else "there is no NVIDIA GPU"
     if reason is not None:
         pytest.skip(f"tilelang cannot run on this machine: {reason}")
     torch.manual_seed(0)

@@ -264,8 +264,8 @@ def _by_tokens(x: Any) -> Any:
 
 
 def _unused(like: Any) -> Any:
-    """For an argument that nothing is read of."""
-    return torch.zeros(1, dtype=torch.float32, device=like.device)
+    """For an argument that nothing is read of, though a kernel asks for its steps: one number of one head's one row."""
+    return torch.zeros(1, 1, 1, dtype=torch.float32, device=like.device)
 
 
 def _numbers(like: Any, *size: int) -> Any:
