@@ -13,6 +13,7 @@ from tilewise import nn
 from tilewise.kernels import gpus
 from tilewise.kernels.cute import library, projected, projection
 from tilewise.nn import MultiHeadAttention
+from tilewise.pytorch.projection import unsupported
 
 
 def one_by_one(module: MultiHeadAttention, x: torch.Tensor, rope: tw.Rope | None, **options: Any) -> torch.Tensor:
@@ -197,3 +198,23 @@ def test_what_one_kernel_cannot_do_two_kernels_do(reason: str, monkeypatch: pyte
 def _attended(module: MultiHeadAttention, x: torch.Tensor) -> torch.Tensor:
     q, k, v = tw.fused_qkv_projection(x, module.qkv.weight.T, module.qkv.bias, heads=module.heads)
     return tw.attention(q, k, v, causal=True).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("kernel", ["matmul", "triton"])
+def test_gradients_of_q_k_and_v_are_joined_and_not_added_up(kernel: str) -> None:
+    """Slices would each have a gradient as large as all three together."""
+    if kernel == "triton" and (reason := unsupported("cpu", "float32")) is not None:
+        pytest.skip(f"Triton's projection cannot run on this machine: {reason}")
+    x, w = torch.randn(1, 5, 8, requires_grad=True), torch.randn(8, 32, requires_grad=True)
+    parts = tw.fused_qkv_projection(x, w, heads=2, heads_k=1, kernel=kernel)
+    assert [part.shape[1] for part in parts] == [2, 1, 1]
+    made_by = {_first(part.grad_fn, "Transpose") for part in parts}
+    assert len(made_by) == 1
+    assert "Split" in type(made_by.pop()).__name__
+
+
+def _first(node: Any, passed: str) -> Any:
+    """What made a tensor, behind views of that kind."""
+    while passed in type(node).__name__:
+        node = node.next_functions[0][0]
+    return node
