@@ -106,7 +106,7 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
         forward_kernels.outputs, shape.heads, shape.d_v, q, k, v, decay, states, _parts(problem.initial), out,
         norm if spec.normalize else None, final if call.by_kernels else None, *_steps(q, k, v, decay, out),
         call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, _scale(spec),
-        one=call.choice("outputs").one, FEATURE=_functions(spec).feature, CAUSAL=spec.causal,
+        FEATURE=_functions(spec).feature, CAUSAL=spec.causal,
     )  # fmt: skip
     state = LinearState(None, None, None)
     if final is not None:
