@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 from tilewise.linear.kernels.triton.source.chunks import (
-    after,
     decayed,
     decays,
     features,
@@ -26,17 +25,23 @@ def segment_states(
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What the keys of a segment add to the state, and by how much it decays meanwhile."""
+    """What the keys of a segment add to the state, and by how much it decays meanwhile. The last come first, so that
+    what the L2 cache has at the end is what `outputs` begins with."""
     b, hk, block = place_of(heads_k, BLOCKS)
     begin, end = segment_at(segments)
     i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
     kv, z = tl.zeros([DEPTH, BLOCK], tl.float32), tl.zeros([DEPTH], tl.float32)
     log_decay = tl.cast(0.0, tl.float32)
-    for first in tl.range(begin, end, CHUNK):
+    chunks = tl.cdiv(end - begin, CHUNK)
+    for chunk in tl.range(0, chunks):
+        first = begin + (chunks - 1 - chunk) * CHUNK
         f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
         v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
         c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
-        kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS)
+        f_k = decayed(f_k, log_decay + (total - c), decay)
+        kv += product(tl.trans(f_k), v_rows, TYPE)
+        if SUMS:
+            z += tl.sum(f_k.to(tl.float32), 0)
         log_decay += total
     at = state_at(states, n_segments, b, hk, heads_k, D, D_V)
     store_state(at, at + D * D_V, kv, z, i, j, block == 0, D, D_V)
