@@ -7,6 +7,7 @@ the state is, and the second from shared memory. The other way round, all of the
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from tilewise.linear.kernels.triton.source.chunks import (
     after,
@@ -30,7 +31,7 @@ from tilewise.linear.kernels.triton.source.chunks import (
 def outputs(
     q, k, v, decay, states, initial, out, norm, final, q_steps, k_steps, v_steps, decay_steps, out_steps,
     segments, n_segments, heads, group, n, scale, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
-    TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """final: where the state after the last segment goes (kv, z), if it is wanted from here."""
@@ -38,6 +39,8 @@ def outputs(
     hk, heads_k = h // group, heads // group
     begin, end = segment_at(segments)
     i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:  # this was started beside `scan`, whose states come next
+        gdc_wait()
     kv, z = state_of(states, initial, n_segments, b, hk, heads_k, i, j, D, D_V)
     kv = tl.trans(kv)
     for first in tl.range(begin, end, CHUNK):
