@@ -160,7 +160,8 @@ def _stand_for(name: str, target: Target) -> None:
     tuning.architecture, tuning.shared_memory = (lambda device: name), (lambda device: target.shared_memory)
     choices_linear.shared_memory = tuning.shared_memory
     tuning.processors = launch_decode.processors = launch_linear.processors = lambda device: 132
-    arguments._has_copy_engine = launch_decode.starts_early = lambda device: target.copies
+    arguments._has_copy_engine = lambda device: target.copies
+    launch_decode.starts_early = launch_linear.starts_early = lambda device: target.copies
 
 
 def _every_kernel(and_more: bool) -> None:

@@ -19,7 +19,7 @@ import triton.language as tl
 from tilewise import arrays
 from tilewise.expr import S
 from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import steps_of
+from tilewise.kernels.triton.arguments import starts_early, steps_of
 from tilewise.kernels.triton.fitting import padded
 from tilewise.kernels.triton.ops import function
 from tilewise.kernels.triton.tuning import processors
@@ -66,6 +66,11 @@ class Call(NamedTuple):
     def is_one_segment(self) -> bool:
         return self.by_kernels and self.segments.number == 1
 
+    @property
+    def early(self) -> bool:
+        """Whether `scan`, and `outputs` behind it, start beside the kernel before them and wait for it there."""
+        return starts_early(self.problem.q.device)
+
     def choice(self, kernel: str) -> Choice:
         return choice_of(kernel, self.problem.shape, self.chunk)
 
@@ -106,7 +111,7 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
         forward_kernels.outputs, shape.heads, shape.d_v, q, k, v, decay, states, _parts(problem.initial), out,
         norm if spec.normalize else None, final if call.by_kernels else None, *_steps(q, k, v, decay, out),
         call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, _scale(spec),
-        one=call.choice("outputs").one, FEATURE=_functions(spec).feature, CAUSAL=spec.causal,
+        FEATURE=_functions(spec).feature, CAUSAL=spec.causal, **_in_advance(call.early and states is not None),
     )  # fmt: skip
     state = LinearState(None, None, None)
     if final is not None:
@@ -148,7 +153,7 @@ def backward(
         call.launch(
             state_kernels.d_segment_states, shape.heads_k, shape.d_v,
             q, d_out, norm, shift, decay, d_states, *_steps(q, d_out, decay), *by_key,
-            GROUP=shape.group, FEATURE=functions.feature,
+            GROUP=shape.group, FEATURE=functions.feature, EARLY=call.early,
         )  # fmt: skip
         _scan(call, d_states, totals, pulled, None if call.by_kernels else d_initial, backwards=True)
     call.launch(
@@ -213,7 +218,7 @@ def _states(call: Call, final: Any) -> tuple[Any, Any]:
         *_steps(problem.k, problem.v, problem.decay), segments.table, segments.number, shape.heads_k,
         # What the last one adds nobody asks for, but by how much it decays.
         segments=segments.number - 1 if call.by_kernels and problem.decay is None else None,
-        FEATURE=_functions(problem.spec).feature, SUMS=problem.spec.normalize or final is not None,
+        FEATURE=_functions(problem.spec).feature, SUMS=problem.spec.normalize or final is not None, EARLY=call.early,
     )  # fmt: skip
     _scan(call, states, totals, _parts(problem.initial), None if call.by_kernels else final)
     return states, totals
@@ -226,7 +231,7 @@ def _scan(call: Call, states: Any, totals: Any, initial: Any, final: Any, backwa
         state_kernels.scan, (problem.n_states * shape.heads_k, -(-size // _BLOCK)),
         states, totals, initial, final, call.segments.firsts, call.segments.number, shape.heads_k, size,
         PACKED=problem.spec.lengths is not None, BACKWARDS=backwards, CAUSAL=problem.spec.causal, D=shape.d,
-        BLOCK=_BLOCK,
+        BLOCK=_BLOCK, **_in_advance(call.early),
     )  # fmt: skip
 
 
@@ -293,6 +298,11 @@ def _functions(spec: Linear) -> Functions:
     )  # fmt: skip
     module: ModuleType = modules.module(texts)
     return Functions(module.feature, module.slope)
+
+
+def _in_advance(early: bool) -> dict[str, Any]:
+    """For a kernel that waits by itself for the one before it: an option that only some GPUs know."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
 
 def _scale(spec: Linear) -> float | None:

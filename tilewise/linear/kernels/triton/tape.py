@@ -15,7 +15,7 @@ import torch
 from tilewise.kernels.triton import modules
 from tilewise.pytorch import graphs
 
-_OPTIONS = ("num_warps", "num_stages")
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl")
 
 
 class _Launch(NamedTuple):

@@ -49,31 +49,46 @@ def added(x, y, one):
 
 
 @triton.jit
-def inside(first, last, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+def inside(row, first, last, column, WIDTH: tl.constexpr):
     """Blocks of columns that fill the width need no second look."""
-    there = (tl.arange(0, CHUNK) < last - first)[:, None]
+    there = (row < last - first)[:, None]
     if (WIDTH + column.shape[0]) % column.shape[0] != 0:  # an int of the interpreter has no remainder by a constexpr
         there = there & (column < WIDTH)[None, :]
     return there
 
 
 @triton.jit
-def head_at(x, steps, b, h, first, column, CHUNK: tl.constexpr):
+def head_at(x, steps, b, h, first, row, column):
     """Some columns of a chunk's rows. How far they are from the first, 32 bits tell."""
-    return matrix(x, steps, b, h, first) + tl.arange(0, CHUNK)[:, None] * steps[2] + column[None, :]
+    return matrix(x, steps, b, h, first) + row[:, None] * steps[2] + column[None, :]
 
 
 @triton.jit
 def load_head(x, steps, b, h, first, last, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """0 where there are none."""
-    at = head_at(x, steps, b, h, first, column, CHUNK)
-    return tl.load(at, mask=inside(first, last, column, CHUNK, WIDTH), other=0.0)
+    row = tl.arange(0, CHUNK)
+    at = head_at(x, steps, b, h, first, row, column)
+    return tl.load(at, mask=inside(row, first, last, column, WIDTH), other=0.0)
 
 
 @triton.jit
 def store_head(x, steps, b, h, first, last, column, values, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    at = head_at(x, steps, b, h, first, column, CHUNK)
-    tl.store(at, narrow(values, x.dtype.element_ty), mask=inside(first, last, column, CHUNK, WIDTH))
+    row = tl.arange(0, CHUNK)
+    at = head_at(x, steps, b, h, first, row, column)
+    tl.store(at, narrow(values, x.dtype.element_ty), mask=inside(row, first, last, column, WIDTH))
+
+
+@triton.jit
+def store_columns(x, steps, b, h, first, last, column, values, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
+    """Rows that are columns of `values`, which nobody reads soon. A thread that multiplied has a pair of every eight.
+    In their own order a thread would store some of those, and Triton goes through shared memory for each of them, with
+    two barriers. Dealt anew, (chunk / 8, 4, 2) as (4, chunk / 8, 2), no row stays, and all go at once."""
+    i = tl.arange(0, CHUNK)
+    row = i // 2 % (CHUNK // 8) * 8 + i // (CHUNK // 4) * 2 + i % 2
+    values = tl.reshape(narrow(values, x.dtype.element_ty), [column.shape[0], CHUNK // 8, 4, 2])
+    values = tl.reshape(tl.trans(values, 2, 1, 3, 0), [CHUNK, column.shape[0]])
+    at = head_at(x, steps, b, h, first, row, column)
+    tl.store(at, values, mask=inside(row, first, last, column, WIDTH), eviction_policy="evict_first")
 
 
 @triton.jit
@@ -93,7 +108,7 @@ def store_numbers(x, b, h, heads, n, first, last, values, CHUNK: tl.constexpr):
 def mapped(x, FUNCTION: tl.constexpr, first, last, column, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
     """A feature map, or its slope, of every number; 0 where there is none. Of the variables only S is one."""
     values = FUNCTION(x.to(tl.float32), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    return tl.where(inside(first, last, column, CHUNK, WIDTH), values, 0.0)
+    return tl.where(inside(tl.arange(0, CHUNK), first, last, column, WIDTH), values, 0.0)
 
 
 @triton.jit
@@ -146,7 +161,7 @@ def decayed(x, logs, decay):
 
 @triton.jit
 def kept(x, total, decay):
-    """What a chunk leaves of numbers."""
+    """What a chunk leaves of numbers, or what is left of each by its log."""
     if decay is not None:
         x *= tl.exp(total)
     return x
@@ -246,10 +261,11 @@ def state_of(states, given, n_segments, b, hk, heads_k, i, j, D: tl.constexpr, D
 
 
 @triton.jit
-def after(kv, z, f_k, v, c, total, decay, TYPE: tl.constexpr, SUMS: tl.constexpr):
-    """The state after a chunk. SUMS: z, too."""
+def after(kv, z, f_k, v, c, total, decay, TYPE: tl.constexpr, SUMS: tl.constexpr, TURNED: tl.constexpr = False):
+    """The state after a chunk. SUMS: z, too. TURNED: rows of kv are columns of v."""
     f_k = decayed(f_k, total - c, decay)
-    kv = kept(kv, total, decay) + product(tl.trans(f_k), v, TYPE)
+    kv = kept(kv, total, decay)
+    kv += product(tl.trans(v), f_k, TYPE) if TURNED else product(tl.trans(f_k), v, TYPE)
     if SUMS:
         z = kept(z, total, decay) + tl.sum(f_k.to(tl.float32), 0)
     return kv, z

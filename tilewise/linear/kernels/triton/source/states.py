@@ -2,9 +2,9 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.linear.kernels.triton.source.chunks import (
-    after,
     decayed,
     decays,
     features,
@@ -22,21 +22,29 @@ from tilewise.linear.kernels.triton.source.chunks import (
 @triton.jit
 def segment_states(
     k, v, decay, states, totals, k_steps, v_steps, decay_steps, segments, n_segments, heads_k,
-    FEATURE: tl.constexpr, SUMS: tl.constexpr, TYPE: tl.constexpr,
+    FEATURE: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What the keys of a segment add to the state, and by how much it decays meanwhile."""
+    """What the keys of a segment add to the state, and by how much it decays meanwhile. The last come first, so that
+    what the L2 cache has at the end is what `outputs` begins with. EARLY: kernels start beside the one before them."""
+    if EARLY:
+        gdc_launch_dependents()
     b, hk, block = place_of(heads_k, BLOCKS)
     begin, end = segment_at(segments)
     i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
     kv, z = tl.zeros([DEPTH, BLOCK], tl.float32), tl.zeros([DEPTH], tl.float32)
     log_decay = tl.cast(0.0, tl.float32)
-    for first in tl.range(begin, end, CHUNK):
+    chunks = tl.cdiv(end - begin, CHUNK)
+    for chunk in tl.range(0, chunks):
+        first = begin + (chunks - 1 - chunk) * CHUNK
         f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
         v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
         c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
-        kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS)
+        f_k = decayed(f_k, log_decay + (total - c), decay)
+        kv += product(tl.trans(f_k), v_rows, TYPE)
+        if SUMS:
+            z += tl.sum(f_k.to(tl.float32), 0)
         log_decay += total
     at = state_at(states, n_segments, b, hk, heads_k, D, D_V)
     store_state(at, at + D * D_V, kv, z, i, j, block == 0, D, D_V)
@@ -62,11 +70,13 @@ def row_state(
 @triton.jit
 def d_segment_states(
     q, d_out, norm, shift, decay, states, q_steps, d_out_steps, decay_steps, segments, n_segments, heads_k, n, scale,
-    GROUP: tl.constexpr, FEATURE: tl.constexpr, TYPE: tl.constexpr,
+    GROUP: tl.constexpr, FEATURE: tl.constexpr, EARLY: tl.constexpr, TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What the rows of a segment add to the gradient of the state before it."""
+    if EARLY:
+        gdc_launch_dependents()
     b, hk, block = place_of(heads_k, BLOCKS)
     heads = heads_k * GROUP
     begin, end = segment_at(segments)
@@ -115,13 +125,17 @@ def both(given, slot, number, size, D: tl.constexpr):
 @triton.jit
 def scan(
     states, totals, initial, final, firsts, n_segments, heads_k, size,
-    PACKED: tl.constexpr, BACKWARDS: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr, BACKWARDS: tl.constexpr, CAUSAL: tl.constexpr, EARLY: tl.constexpr, D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each segment's state becomes that before it (BACKWARDS: behind it); of all of a sequence if not CAUSAL.
 
     A program has some numbers of one sequence's states. final (kv, z): the state after all, if it is wanted; initial
     (kv, z): that before all. Without final the segment that is visited last may have no state yet, and is not read.
     """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence, hk = tl.program_id(0) // heads_k, tl.program_id(0) % heads_k
     first, last = 0, n_segments
     if PACKED:
