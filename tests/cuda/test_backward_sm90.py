@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tilewise as tw
 from tests.cuda import every_lane
 from tests.cuda.backward_problems import (
     FILES,
@@ -24,11 +25,12 @@ from tests.cuda.mistakes import expect_told, plant, some
 from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, validate
 from tilewise.contract import check_results, gradients_to_pull
-from tilewise.kernels.cuda import marshal
+from tilewise.expr import Expr
+from tilewise.kernels.cuda import marshal_backward
 from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.simulator import Order, kernel
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
-from tilewise.spec import Partial, Shape, Tile
+from tilewise.spec import Attention, Partial, Shape, Tile
 
 pytestmark = needs_compiler
 
@@ -66,6 +68,13 @@ def test_tiles_of_80_are_taken(problem: str) -> None:
     call = posed(problem).call
     shape = Shape.of(call.spec, call.q, call.k, call.v)
     assert BACKWARD_SM90.rungs(shape)[0].default_tile(call.spec, shape) == Tile(80, 128)
+
+
+@pytest.mark.parametrize(("n", "mask", "queries"), [(4096, None, 64), (8192, tw.causal(), 64), (16384, None, 80)])
+def test_steps_of_80_are_for_long_sequences(n: int, mask: Expr | None, queries: int) -> None:
+    """What they save must be more than they take longer: of a mask's edge they compute more."""
+    shape = Shape(1, 1, 1, n, n, 128, 128, "bfloat16")
+    assert BACKWARD_SM90.rungs(shape)[0].default_tile(Attention(1.0, mask), shape).q == queries
 
 
 def test_what_meets_nothing_is_zero() -> None:
@@ -117,7 +126,7 @@ def test_heads_by_sections_have_the_same_bits(
 ) -> None:
     """Four key heads; the last section has the rest. d_q of a section comes behind the key tiles of later ones."""
     alone = gradients("grouped")
-    monkeypatch.setattr(marshal, "_backward_sections", lambda *_: sections)
+    monkeypatch.setattr(marshal_backward, "_sections", lambda *_: sections)
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", blocks)
     if blocks > 2:
         plant(monkeypatch, FILES, _at_most(1))
@@ -127,7 +136,7 @@ def test_heads_by_sections_have_the_same_bits(
 @pytest.mark.parametrize("problem", ["grouped", "tiles of 80, packed", "d 256, causal"])
 def test_the_share_of_d_q_changes_nothing(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_tiles = gradients(problem)
-    monkeypatch.setattr(marshal, "_SHARE", 1 << 18)
+    monkeypatch.setattr(marshal_backward, "_SHARE", 1 << 18)
     assert _same_bits(by_tiles, gradients(problem))
 
 

@@ -12,7 +12,7 @@ from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import B, H, K, Q, load
-from tilewise.kernels.cuda import marshal, simulator, structs
+from tilewise.kernels.cuda import marshal, marshal_backward, simulator, structs
 from tilewise.kernels.cuda.backward_rungs import BACKWARD
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import REFINE, REFINE_BACKWARD, RUNGS
@@ -139,12 +139,12 @@ def _refined_before_gradients(spec: Attention, tile: Tile) -> tuple[Plans, Plans
     source, slots = assembled(REFINE_BACKWARD, spec, SHAPE, tile, simulator.headers())
     loaded = [View.of_numpy(arrays.as_numpy(slot.array)) for slot in slots]
     params = marshal.params(spec, SHAPE, by_query, at[0], {}, None, loaded, source.constants)
-    sizes = marshal.backward_refined_parts(by_query, by_key, tile)
+    sizes = marshal_backward.refined_parts(by_query, by_key, tile)
     room = np.full(sum(sizes.values()), -1, np.int32)
     kernel = simulator.compile_source(source.text)
-    grids = marshal.backward_refinement_blocks(by_query, by_key, tile, source.threads)
+    grids = marshal_backward.refinement_blocks(by_query, by_key, tile, source.threads)
     for grid, threads, joins in zip(grids, (source.threads, REFINE_BACKWARD.JOINERS), (False, True), strict=True):
-        call: Any = marshal.backward_refinement(params, by_query, by_key, at, joins)
+        call: Any = marshal_backward.refinement(params, by_query, by_key, at, joins)
         call.refined = int(room.ctypes.data)
         kernel.launch(call, grid=grid, threads=threads, shared_bytes=source.shared_bytes)
     parts = dict(zip(sizes, np.split(room, np.cumsum(list(sizes.values()))[:-1]), strict=True))

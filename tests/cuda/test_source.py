@@ -18,7 +18,7 @@ from tests.cuda import pipelines
 from tests.cuda.test_ops import needs_compiler
 from tilewise.cases import Case, conformance
 from tilewise.expr import H, K, Q, S, load
-from tilewise.kernels.cuda import compiler, marshal, simulator, structs, wgmma
+from tilewise.kernels.cuda import compiler, marshal, marshal_backward, simulator, structs, wgmma
 from tilewise.kernels.cuda.backward_rungs import BackwardProducts
 from tilewise.kernels.cuda.ops import variant
 from tilewise.kernels.cuda.rungs import RUNGS, SOURCES, ForwardSm90
@@ -233,7 +233,7 @@ def test_sections_fit_the_cache_and_the_last_hides_its_largest_tile(d: int, n: i
     section, sections = marshal._sections(shape, made, blocks)
     last = heads - section * (sections - 1)
     assert last > 0
-    assert section * n * 4 * d <= marshal._L2_SHARE
+    assert section * n * 4 * d <= marshal.L2_SHARE
     assert made.sizes is not None
     assert last * made.sizes.sum() / blocks >= 1.5 * made.sizes.max()
     full = marshal.tables(Attention(1.0), shape, Tile(128, 128), RUNGS["forward_sm90"])
@@ -247,12 +247,12 @@ def test_the_last_heads_take_turns_if_their_key_tiles_differ(n: int) -> None:
     heads, blocks, tile, rung = shape.batch * shape.heads, 132, Tile(64, 128), BackwardProducts(ordered=False)
     causal = marshal.tables(Attention(1.0, tw.causal()), shape, tile, rung)
     full = marshal.tables(Attention(1.0), shape, tile, rung)
-    section, sections = marshal._backward_sections(shape, causal, blocks, ordered=False)
+    section, sections = marshal_backward._sections(shape, causal, blocks, ordered=False)
     last = heads - section * (sections - 1)
     assert section == 1
     assert 1 < last < heads / 2
     assert last * causal.mean_visits * causal.tiles / blocks >= 0.5 * causal.most_tiles
-    assert marshal._backward_sections(shape, full, blocks, ordered=False) == (1, heads)
+    assert marshal_backward._sections(shape, full, blocks, ordered=False) == (1, heads)
 
 
 def test_records_follow_the_plan() -> None:

@@ -28,7 +28,7 @@ class Machine(Protocol):
         """The plan that a kernel follows."""
 
     def sum_up(self, rung: Rung, tile: Tile, slope: Expr, sums: Any, told: dict[str, int], count: int) -> None:
-        """Launch so many blocks. slope: of the score, by what it reads. told: what marshal.sums is."""
+        """Launch so many blocks. slope: of the score, by what it reads. told: what marshal_backward.sums is."""
 
     def readers(self, key: tuple[Any, ...], slots: Sequence[Loaded], make: Callable[[], tuple[Array, Array]]) -> Any:
         """What `make` gives, brought here. It follows from the key and from the arrays of these slots."""

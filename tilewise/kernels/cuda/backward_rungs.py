@@ -91,10 +91,10 @@ class _BackwardSm90:
             return Tile(64, 128)
         if widest <= self.SMALL:
             return Tile(128, 128)
-        # A step of 80 takes less than 1.2 times as long as one of 64. Its d_q has 64 columns for each warpgroup. What
-        # looks at arrays before, to skip tiles, has queries by 32.
+        # Steps of 80 have d_q of 64 columns for each warpgroup. What looks at arrays before, to skip tiles, has queries
+        # by 32.
         can = parts(shape.d) == 2 and not spec.loaded
-        return Tile(80 if can and 1.18 * _visits(spec, shape, 80) < _visits(spec, shape, 64) else 64, 128)
+        return Tile(80 if can and _STEP_OF_80 * _visits(spec, shape, 80) < _visits(spec, shape, 64) else 64, 128)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return tile  # its own: these kernels are not told others
@@ -197,7 +197,8 @@ def columns_of_sums(shape: Shape) -> int:
     return 64 * _halved(parts(shape.d))
 
 
-_LONG = 4096  # queries, of which what a mask leaves of their tiles' edges hardly counts
+_STEP_OF_80 = 1.235  # times as long as a step of 64 queries
+_LONG = 16384  # queries, of which what a mask leaves of their tiles' edges hardly counts
 
 
 def _visits(spec: Attention, shape: Shape, size: int) -> int:

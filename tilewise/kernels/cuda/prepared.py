@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewise.derivative import score_slopes
 from tilewise.expr import Expr, S
-from tilewise.kernels.cuda import gpu, launcher, marshal, structs
+from tilewise.kernels.cuda import gpu, launcher, marshal, marshal_backward, structs
 from tilewise.kernels.cuda.backward_rungs import BACKWARD, Hoppers
 from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
@@ -193,11 +193,11 @@ def prepare_backward_sm90(
         source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers, copied=copied)
         in_order = [loaded[order.index(i)] for i in range(len(order))]
         names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
-        described = marshal.backward_maps(views, shape.dtype, tile, source.table, in_order, names)
+        described = marshal_backward.maps(views, shape.dtype, tile, source.table, in_order, names)
         maps = {name: x.encoded() for name, x in described.items()}
         at = numbers_by_query.data_ptr()
-        launch = marshal.backward_launch(full, shape, tile, by_key, by_query, at, maps, at_once, hoppers.ordered)
-        blocks = marshal.backward_blocks(launch, shape, by_query, at_once)[number]
+        launch = marshal_backward.launch(full, shape, tile, by_key, by_query, at, maps, at_once, hoppers.ordered)
+        blocks = marshal_backward.blocks(launch, shape, by_query, at_once)[number]
         refining = None
         if rung is rungs[1]:  # which follows the plans
             tables_at = at, numbers.data_ptr()
@@ -227,7 +227,7 @@ def backward_of(
     in_order = [view for _, view in sorted(zip(order, loaded, strict=True), key=lambda pair: pair[0])]
     operands = {name: views[name] for name in OPERANDS}
     call = marshal.params(spec, shape, tables, numbers.data_ptr(), operands, None, in_order, source.constants)
-    return source, marshal.backward(call, {name: views[name] for name in structs.BACKWARD_ARRAYS}), order
+    return source, marshal_backward.params(call, {name: views[name] for name in structs.BACKWARD_ARRAYS}), order
 
 
 def _refining(
@@ -256,16 +256,16 @@ def _backward_refining(
     order: Sequence[int], device: int,
 ) -> Refining | None:  # fmt: skip
     """Before Hopper's backward pass, whose parameters are told that plans come in pairs; at: where the tables are."""
-    sizes = marshal.backward_refined_parts(by_query, by_key, tile)
+    sizes = marshal_backward.refined_parts(by_query, by_key, tile)
     total = sum(sizes.values())
     if not is_unseen(spec) or by_query.most_tiles == 0 or 4 * total > marshal.REFINED_AT_MOST:
         return None
     look, _ = assembled(REFINE_BACKWARD, spec, shape, tile)
     join = replace(look, threads=REFINE_BACKWARD.JOINERS, shared_bytes=0)
-    blocks = marshal.backward_refinement_blocks(by_query, by_key, tile, look.threads)
+    blocks = marshal_backward.refinement_blocks(by_query, by_key, tile, look.threads)
     launches = []
     for source, count in zip((look, join), blocks, strict=True):
-        call = marshal.backward_refinement(launch.backward.params, by_query, by_key, at, joins=source is join)
+        call = marshal_backward.refinement(launch.backward.params, by_query, by_key, at, joins=source is join)
         places = [*_places(call, order, False), type(call).refined.offset // _WORD]
         launches.append(Prepared(device, source, count, call, places, []))
     launch.offsets_apart = 2

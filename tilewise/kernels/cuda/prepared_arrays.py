@@ -9,7 +9,7 @@ import torch
 
 from tilewise.arrays import Array
 from tilewise.expr import Expr, Loaded
-from tilewise.kernels.cuda import gpu, launcher, marshal
+from tilewise.kernels.cuda import gpu, launcher, marshal_backward
 from tilewise.kernels.cuda.array_rungs import ANY_CALL, CELLS, copies
 from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.prepared import Prepared, backward_of
@@ -47,11 +47,11 @@ class OnGpu:
         source, full, order = backward_of(
             rung, self._spec, self._shape, tile, self._views, self._loaded, tables, numbers, slope, copied
         )
-        params = marshal.sums(full, View.of_torch(sums), told)
+        params = marshal_backward.sums(full, View.of_torch(sums), told)
         if copies(rung):
             in_order = [self._loaded[order.index(i)] for i in range(len(order))]
-            maps = marshal.backward_maps(self._views, self._shape.dtype, tile, source.table, in_order)
-            params = marshal.sums_launch(params, {name: x.encoded() for name, x in maps.items()})
+            maps = marshal_backward.maps(self._views, self._shape.dtype, tile, source.table, in_order)
+            params = marshal_backward.sums_launch(params, {name: x.encoded() for name, x in maps.items()})
         Prepared(self._device, source, count, params, [], [numbers]).launch([])
 
     def readers(
@@ -61,6 +61,6 @@ class OnGpu:
 
     def gather(self, sums: Any, cells: Any, order: Any, begins: Any) -> None:
         sums = sums.contiguous()
-        params, count = marshal.gathering(*map(View.of_torch, (sums, cells, order, begins)))
+        params, count = marshal_backward.gathering(*map(View.of_torch, (sums, cells, order, begins)))
         source, _ = assembled(CELLS, *ANY_CALL)
         Prepared(self._device, source, CELLS.blocks(count), params, [], [order, begins]).launch([])

@@ -13,7 +13,7 @@ from tilewise.arrays import Array
 from tilewise.derivative import score_slopes
 from tilewise.expr import Expr, Loaded, S
 from tilewise.kernels import host
-from tilewise.kernels.cuda import marshal, simulator, structs, support
+from tilewise.kernels.cuda import marshal, marshal_backward, simulator, structs, support
 from tilewise.kernels.cuda.array_gradients import gradients
 from tilewise.kernels.cuda.array_rungs import ANY_CALL, CELLS, copies
 from tilewise.kernels.cuda.backward_rungs import BACKWARD, Hoppers, hoppers_backward
@@ -153,11 +153,11 @@ class _Simulated:
     def sum_up(self, rung: Rung, tile: Tile, slope: Expr, sums: Array, told: dict[str, int], count: int) -> None:
         tables = self.tables(rung, tile)
         text, full, held = _backward_of(rung, self._spec, self._shape, tile, self._views, tables, slope, copies(rung))
-        params = marshal.sums(full, View.of_numpy(sums), told)
+        params = marshal_backward.sums(full, View.of_numpy(sums), told)
         if copies(rung):
             loaded = [View.of_numpy(x) for x in held]
-            maps = marshal.backward_maps(self._views, self._shape.dtype, tile, text.table, loaded)
-            params = marshal.sums_launch(params, {name: bytes(x.simulated()) for name, x in maps.items()})
+            maps = marshal_backward.maps(self._views, self._shape.dtype, tile, text.table, loaded)
+            params = marshal_backward.sums_launch(params, {name: bytes(x.simulated()) for name, x in maps.items()})
         _launch(text, params, count, self._order, self._seed)
 
     def readers(
@@ -167,7 +167,7 @@ class _Simulated:
 
     def gather(self, sums: Array, cells: Array, order: Array, begins: Array) -> None:
         sums = np.ascontiguousarray(sums)
-        told, count = marshal.gathering(*map(View.of_numpy, (sums, cells, order, begins)))
+        told, count = marshal_backward.gathering(*map(View.of_numpy, (sums, cells, order, begins)))
         text, _ = assembled(CELLS, *ANY_CALL, simulator.headers())
         _launch(text, told, CELLS.blocks(count), self._order, self._seed)
 
@@ -200,13 +200,13 @@ def _launch_sm90(
         text, full, held = _backward_of(rung, spec, shape, tile, views, by_key, copied=True)
         loaded = [View.of_numpy(x) for x in held]
         names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
-        copied = marshal.backward_maps(views, shape.dtype, tile, text.table, loaded, names)
+        copied = marshal_backward.maps(views, shape.dtype, tile, text.table, loaded, names)
         maps = {name: bytes(x.simulated()) for name, x in copied.items()}
         at = int(by_query.numbers.ctypes.data)
-        made = marshal.backward_launch(full, shape, tile, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)
+        made = marshal_backward.launch(full, shape, tile, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)
         for name, x in space.items():
             setattr(made, name, int(x.ctypes.data))
-        blocks = marshal.backward_blocks(made, shape, by_query, MULTIPROCESSORS)[number]
+        blocks = marshal_backward.blocks(made, shape, by_query, MULTIPROCESSORS)[number]
         _launch(text, made, blocks, order, seed)
 
 
@@ -225,7 +225,7 @@ def _backward_of(
     at, loaded_views = int(tables.numbers.ctypes.data), [View.of_numpy(x) for x in loaded]
     call = marshal.params(spec, shape, tables, at, operands, None, loaded_views, text.constants)
     further = {name: views[name] for name in structs.BACKWARD_ARRAYS if name in views}
-    return text, marshal.backward(call, further), loaded
+    return text, marshal_backward.params(call, further), loaded
 
 
 def _launch(text: Source, params: Any, blocks: int, order: Order, seed: int, trace: list[Event] | None = None) -> None:
