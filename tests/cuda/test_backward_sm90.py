@@ -70,8 +70,11 @@ def test_tiles_of_80_are_taken(problem: str) -> None:
     assert BACKWARD_SM90.rungs(shape)[0].default_tile(call.spec, shape) == Tile(80, 128)
 
 
-@pytest.mark.parametrize(("n", "mask", "queries"), [(4096, None, 64), (8192, tw.causal(), 64), (16384, None, 80)])
-def test_steps_of_80_are_for_long_sequences(n: int, mask: Expr | None, queries: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "mask", "queries"),
+    [(4096, None, 64), (8192, tw.causal(), 64), (16384, None, 80), (16384, tw.window(128), 64)],
+)
+def test_steps_of_80_are_taken_where_they_are_fewer_by_enough(n: int, mask: Expr | None, queries: int) -> None:
     """What they save must be more than they take longer: of a mask's edge they compute more."""
     shape = Shape(1, 1, 1, n, n, 128, 128, "bfloat16")
     assert BACKWARD_SM90.rungs(shape)[0].default_tile(Attention(1.0, mask), shape).q == queries

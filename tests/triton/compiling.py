@@ -60,6 +60,7 @@ _TYPES = {
 }  # fmt: skip
 compiled: set[str] = set()
 too_large: list[str] = []
+unordered: list[str] = []
 
 
 def _type(x: Any) -> Any:
@@ -86,8 +87,18 @@ def _compile(target: Target, kernel: Any, *args: Any, grid: Any, warmup: bool, *
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     made = triton.compile(source, target=target.gpu, options=options)
     compiled.add(kernel.__name__)
+    if options.get("launch_pdl") and not _waits_first(made.asm["ptx"]):
+        unordered.append(
+            f"{kernel.__name__}: it starts beside the kernel before it, and stores before it waits for that"
+        )
     if made.metadata.shared > target.shared_memory:
         too_large.append(f"{kernel.__name__}: {made.metadata.shared} bytes of shared memory, {options}, {constants}")
+
+
+def _waits_first(ptx: str) -> bool:
+    """Whether a kernel waits for the one before it, and stores nothing until then."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    return bool(wait) and "st.global" not in before
 
 
 def _call(
@@ -151,7 +162,7 @@ def main() -> None:
     _stand_for(options.target, TARGETS[options.target])
     _every_kernel(options.which == "all")
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")
-    sys.exit("\n".join(too_large) or None)
+    sys.exit("\n".join(too_large + unordered) or None)
 
 
 def _stand_for(name: str, target: Target) -> None:

@@ -198,12 +198,11 @@ def columns_of_sums(shape: Shape) -> int:
 
 
 _STEP_OF_80 = 1.235  # times as long as a step of 64 queries
-_LONG = 16384  # queries, of which what a mask leaves of their tiles' edges hardly counts
 
 
 def _visits(spec: Attention, shape: Shape, size: int) -> int:
     """Query tiles of so many queries that key tiles meet, but for a factor."""
-    if spec.mask is None or shape.n_q >= _LONG:
+    if spec.mask is None:
         lengths = np.diff(spec.lengths.q) if spec.lengths is not None else np.array([shape.n_q])
         return int((-(-lengths // size)).sum())
     tables = (plan(spec, part, Tile(size, 128)).by_key.table for part, _, _ in shape.sequences(spec.lengths))

@@ -80,15 +80,15 @@ def store_head(x, steps, b, h, first, last, column, values, CHUNK: tl.constexpr,
 
 @triton.jit
 def store_columns(x, steps, b, h, first, last, column, values, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows that are columns of `values`, which nobody reads soon. A thread that multiplied has a pair of every eight.
-    In their own order a thread would store some of those, and Triton goes through shared memory for each of them, with
-    two barriers. Dealt anew, (chunk / 8, 4, 2) as (4, chunk / 8, 2), no row stays, and all go at once."""
+    """Rows that are columns of `values`. A thread that multiplied has a pair of every eight. In their order it would
+    store some of those, and Triton goes through shared memory for each of them, with two barriers. Dealt anew,
+    (chunk / 8, 4, 2) as (4, chunk / 8, 2), no row stays, and all go at once."""
     i = tl.arange(0, CHUNK)
     row = i // 2 % (CHUNK // 8) * 8 + i // (CHUNK // 4) * 2 + i % 2
     values = tl.reshape(narrow(values, x.dtype.element_ty), [column.shape[0], CHUNK // 8, 4, 2])
     values = tl.reshape(tl.trans(values, 2, 1, 3, 0), [CHUNK, column.shape[0]])
     at = head_at(x, steps, b, h, first, row, column)
-    tl.store(at, values, mask=inside(row, first, last, column, WIDTH), eviction_policy="evict_first")
+    tl.store(at, values, mask=inside(row, first, last, column, WIDTH))
 
 
 @triton.jit

@@ -27,7 +27,8 @@ def segment_states(
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What the keys of a segment add to the state, and by how much it decays meanwhile. The last come first, so that
-    what the L2 cache has at the end is what `outputs` begins with. EARLY: kernels start beside the one before them."""
+    what the L2 cache has at the end is what `outputs` begins with. EARLY: `scan` may start beside this kernel, and
+    waits for it there; this one waits for none, and so may not start beside the one before it."""
     if EARLY:
         gdc_launch_dependents()
     b, hk, block = place_of(heads_k, BLOCKS)
