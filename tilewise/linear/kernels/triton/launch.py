@@ -67,6 +67,13 @@ class Call(NamedTuple):
         return self.by_kernels and self.segments.number == 1
 
     @property
+    def is_plain(self) -> bool:
+        """Whether `plain_outputs` serves: rows are features as they are, and multiplied as they come."""
+        spec, shape = self.problem.spec, self.problem.shape
+        is_bare = spec.causal and not spec.normalize and self.problem.decay is None and _functions(spec).feature is None
+        return is_bare and shape.dtype == "bfloat16" and padded(shape.d, shape.dtype) == padded(shape.d_v, shape.dtype)
+
+    @property
     def early(self) -> bool:
         """Whether `scan`, and `outputs` behind it, start beside the kernel before them and wait for it there."""
         return starts_early(self.problem.q.device)
@@ -107,12 +114,20 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
     sizes, steps = arrays.stored_as(q, v)
     out = call.tape.empty(sizes, q.dtype, q.device, steps)
     norm = call.numbers(*q.shape[:2], q.shape[2] if spec.normalize else 0)
-    call.launch(
-        forward_kernels.outputs, shape.heads, shape.d_v, q, k, v, decay, states, _parts(problem.initial), out,
-        norm if spec.normalize else None, final if call.by_kernels else None, *_steps(q, k, v, decay, out),
-        call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, _scale(spec),
-        FEATURE=_functions(spec).feature, CAUSAL=spec.causal, **_in_advance(call.early and states is not None),
-    )  # fmt: skip
+    initial, left = _parts(problem.initial), final if call.by_kernels else None
+    by_head = call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, _scale(spec)
+    early = _in_advance(call.early and states is not None)
+    if call.is_plain:
+        call.launch(
+            forward_kernels.plain_outputs, shape.heads, shape.d_v,
+            q, k, v, states, initial, out, left, *_steps(q, k, v, out), *by_head, **early,
+        )  # fmt: skip
+    else:
+        call.launch(
+            forward_kernels.outputs, shape.heads, shape.d_v, q, k, v, decay, states, initial, out,
+            norm if spec.normalize else None, left, *_steps(q, k, v, decay, out), *by_head,
+            one=call.choice("outputs").one, FEATURE=_functions(spec).feature, CAUSAL=spec.causal, **early,
+        )  # fmt: skip
     state = LinearState(None, None, None)
     if final is not None:
         if 0 in (shape.n_q, shape.batch, shape.heads) and call.by_kernels:

@@ -161,7 +161,7 @@ def decayed(x, logs, decay):
 
 @triton.jit
 def kept(x, total, decay):
-    """What a chunk leaves of numbers, or what is left of each by its log."""
+    """What a chunk leaves of numbers."""
     if decay is not None:
         x *= tl.exp(total)
     return x
@@ -261,11 +261,10 @@ def state_of(states, given, n_segments, b, hk, heads_k, i, j, D: tl.constexpr, D
 
 
 @triton.jit
-def after(kv, z, f_k, v, c, total, decay, TYPE: tl.constexpr, SUMS: tl.constexpr, TURNED: tl.constexpr = False):
-    """The state after a chunk. SUMS: z, too. TURNED: rows of kv are columns of v."""
+def after(kv, z, f_k, v, c, total, decay, TYPE: tl.constexpr, SUMS: tl.constexpr):
+    """The state after a chunk. SUMS: z, too."""
     f_k = decayed(f_k, total - c, decay)
-    kv = kept(kv, total, decay)
-    kv += product(tl.trans(v), f_k, TYPE) if TURNED else product(tl.trans(f_k), v, TYPE)
+    kv = kept(kv, total, decay) + product(tl.trans(f_k), v, TYPE)
     if SUMS:
         z = kept(z, total, decay) + tl.sum(f_k.to(tl.float32), 0)
     return kv, z
