@@ -42,7 +42,7 @@ def sources_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> li
     there before."""
     rung = suited(shape, capability)
     tile = rung.fitting(rung.default_tile(spec, shape), shape)
-    looks = rung.persistent and _reads_arrays(spec)
+    looks = rung.persistent and reads_arrays(spec)
     return [assembled(x, spec, shape, tile)[0] for x in ((rung, REFINE) if looks else (rung,))]
 
 
@@ -50,14 +50,14 @@ def gradient_sources_of(spec: Attention, shape: Shape, capability: tuple[int, in
     """Those of the backward pass of such a call."""
     if capability == HOPPER and BACKWARD_SM90.unsupported(shape) is None:
         tile = BACKWARD_SM90.rungs(shape)[0].default_tile(spec, shape)
-        looks = [assembled(REFINE_BACKWARD, spec, shape, tile)[0]] if _reads_arrays(spec) else []
+        looks = [assembled(REFINE_BACKWARD, spec, shape, tile)[0]] if reads_arrays(spec) else []
         return [*backward_sources_of(BACKWARD_SM90, spec, shape), *looks]
     slope = score_slopes(spec)[S]
     tiles = {rung: rung.fitting(rung.default_tile(spec, shape), shape) for rung in BACKWARD}
     return [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung, tile in tiles.items()]
 
 
-def _reads_arrays(spec: Attention) -> bool:
+def reads_arrays(spec: Attention) -> bool:
     """Whether its mask reads those of a caller."""
     return spec.mask is not None and any(not slot.constant for slot in loads(spec.mask))
 
