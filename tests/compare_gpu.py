@@ -2,6 +2,7 @@
 
     python tests/compare_gpu.py build/versions/* --cases full,64,4096 causal,128,512
     python tests/compare_gpu.py build/versions/* --cases causal,128,4096 --backward
+    python tests/compare_gpu.py --cases causal,128,4096 --backward --kernels    # microseconds of each kernel
     ncu --set full -k attention -o report python tests/compare_gpu.py --cases causal,128,4096 --backward --once
     ncu --import report.ncu-rep --page source --csv    # what every instruction waits for
 
@@ -43,6 +44,7 @@ from tilewise.validate import prepare
 
 KERNELS = {False: "cuda/forward_sm90", True: "cuda/unordered"}  # whether d_q may be added in any order
 MOST_OFF = 0.02  # from today's results, of the largest number
+PEERS = (CUDNN, FLASH)
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def compare(case: Case, versions: Sequence[Version], settings: Settings, unorder
         for name, entry in entries.items()
         if _off(entry.calls[0](), entries[versions[0].name].calls[0]()) > MOST_OFF
     ]
-    peers = [name for name in (CUDNN, FLASH) if find(name).missing() is None]
+    peers = [name for name in PEERS if find(name).missing() is None]
     entries |= {name: entered(find(name), case, inputs) for name in peers}
     loops = {name: clock.loop(entry) for name, entry in entries.items()}
     seconds, failed = rounds({name: partial(clock.turn, loop) for name, loop in loops.items()}, settings.rounds)
@@ -142,6 +144,36 @@ def once(case: Case, versions: Sequence[Version], unordered: bool) -> None:
         entry_of(version, case, inputs, unordered).calls[0]()
 
 
+def kernels(case: Case, versions: Sequence[Version], unordered: bool) -> str:
+    """A line for each version and peer: the kernels that a call launches, and the median microseconds of each."""
+    inputs = sets(case)
+    entries = {version.name: entry_of(version, case, inputs, unordered) for version in versions}
+    entries |= {name: entered(find(name), case, inputs) for name in PEERS if find(name).missing() is None}
+    told = [f"{name}: " + ", ".join(_times(entry.calls)) for name, entry in entries.items()]
+    return "\n".join([f"{case.variant}, d {case.d}, n {case.n}", *told])
+
+
+def _times(calls: Sequence[Callable[[], Any]], count: int = 10) -> Iterator[str]:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    for call in calls:
+        call()  # compiles
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for i in range(count):
+            calls[i % len(calls)]()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = {}
+    for event in profiled.events():
+        if event.device_type.name == "CUDA":
+            spent.setdefault(event.name, []).append(event.device_time)
+    for name, each in spent.items():
+        each.sort()  # a call's kernels of one name differ in time by far more than calls do
+        of_one = (each[i : i + count] for i in range(0, len(each), count))
+        yield f"{name[:60]} {' + '.join(f'{median(x):.0f}' for x in of_one)}"
+
+
 def _off(found: Any, wanted: Any) -> float:
     """The largest difference, of the largest number."""
     pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
@@ -157,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backward", action="store_true", help="the gradients")
     parser.add_argument("--unordered", action="store_true", help="gradients of q are added in any order")
     parser.add_argument("--once", action="store_true", help="one call each, for a profiler; nothing is timed")
+    parser.add_argument("--kernels", action="store_true", help="how long each kernel of a call takes, by a profiler")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     options = parser.parse_args(arguments)
@@ -170,6 +203,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in cases:
         if options.once:
             once(case, versions, options.unordered)
+        elif options.kernels:
+            print(kernels(case, versions, options.unordered), flush=True)
         else:
             print(compare(case, versions, Settings(rounds=options.rounds), options.unordered), flush=True)
     return 0
