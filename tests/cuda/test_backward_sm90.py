@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import tilewise as tw
 from tests.cuda import every_lane
 from tests.cuda.backward_problems import (
     FILES,
@@ -25,12 +24,10 @@ from tests.cuda.mistakes import expect_told, plant, some
 from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, validate
 from tilewise.contract import check_results, gradients_to_pull
-from tilewise.expr import Expr
 from tilewise.kernels.cuda import marshal_backward
-from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.simulator import Order, kernel
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
-from tilewise.spec import Attention, Partial, Shape, Tile
+from tilewise.spec import Partial
 
 pytestmark = needs_compiler
 
@@ -60,24 +57,6 @@ def test_gradients_are_right_and_have_the_same_bits_in_every_order(problem: str,
 def test_gradients_in_no_order_are_right(problem: str) -> None:
     for order, seed in ((Order.FORWARD, 1), (Order.RANDOM, 2)):
         check(problem, order, seed, "unordered")
-
-
-@pytest.mark.parametrize("problem", [name for name in PROBLEMS if name.startswith("tiles of 80")])
-def test_tiles_of_80_are_taken(problem: str) -> None:
-    """Where they are fewer by enough: the problems are called after them."""
-    call = posed(problem).call
-    shape = Shape.of(call.spec, call.q, call.k, call.v)
-    assert BACKWARD_SM90.rungs(shape)[0].default_tile(call.spec, shape) == Tile(80, 128)
-
-
-@pytest.mark.parametrize(
-    ("n", "mask", "queries"),
-    [(4096, None, 64), (8192, tw.causal(), 64), (16384, None, 80), (16384, tw.window(128), 64)],
-)
-def test_steps_of_80_are_taken_where_they_are_fewer_by_enough(n: int, mask: Expr | None, queries: int) -> None:
-    """What they save must be more than they take longer: of a mask's edge they compute more."""
-    shape = Shape(1, 1, 1, n, n, 128, 128, "bfloat16")
-    assert BACKWARD_SM90.rungs(shape)[0].default_tile(Attention(1.0, mask), shape).q == queries
 
 
 def test_what_meets_nothing_is_zero() -> None:
@@ -136,7 +115,7 @@ def test_heads_by_sections_have_the_same_bits(
     assert _same_bits(alone, gradients("grouped"))
 
 
-@pytest.mark.parametrize("problem", ["grouped", "tiles of 80, packed", "d 256, causal"])
+@pytest.mark.parametrize("problem", ["grouped", "d 80, d_v 40, packed", "d 256, causal"])
 def test_the_share_of_d_q_changes_nothing(problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_tiles = gradients(problem)
     monkeypatch.setattr(marshal_backward, "_SHARE", 1 << 18)

@@ -23,8 +23,7 @@ from tests.cuda.test_ops import needs_compiler
 pytestmark = needs_compiler
 
 # Most problems have heads of up to 64 columns, and tiles of 128 queries: d_s has one place, and warpgroups halve the
-# queries of d_q. "d 128" has tiles of 64: d_s has two places, and warpgroups halve the columns of d_q. Of "tiles of 80"
-# d_q has its columns down, and one place for each warpgroup.
+# queries of d_q. "d 128" has tiles of 64: d_s has two places, and warpgroups halve the columns of d_q.
 
 FREE_Q = "        arrive(shared.q_free(q_stage()));\n"
 FREE_V = "        if (LAST) arrive(shared.v_free());\n"
@@ -68,7 +67,7 @@ MEET_AT_THE_END = (
 UNMET = f"{UNFENCED}|{ISSUED}"
 FENCE_D_Q = "        hw::fence_async();\n        tell_of(step);\n"
 HAND_OVER = "        if (TELLS_LATE) owes = true;\n        else hand_over(steps);\n"
-WRITE_D_Q = "        if (STORES_HALVES) write_d_q(d_q, number, 0, steps % 2 ^ 1);\n"
+WRITE_D_Q = "        write_d_q(d_q, steps % 2, number, steps / 2 % 2 ^ 1);\n"
 ROOM = "                wait_together(shared.d_out_free(o_ring.stage), o_ring.parity);\n"
 TELL_ADDITION = ("                if (lane == 0) {\n"
                  "                    shared.addition(o_ring.stage).tile = tile;\n"
@@ -211,9 +210,9 @@ MISTAKES: dict[str, Mistake] = {
         f"{UNFENCED}|{WRONG}", "full", {"shared.d_q(number, piece), turn": "shared.d_q(1 - number, piece), turn"},
     ),
     "a storer that takes the other's steps": Mistake(
-        "deadlock", "one query tile", {"uint32 step = STORES_HALVES ? 0 : number": "uint32 step = 1 - number"},
+        "deadlock", "one query tile", {"uint32 step = WIDE ? 0 : number": "uint32 step = 1 - number"},
     ),
-    "storers that take all steps": Mistake("deadlock", "full", {"step += STORES_HALVES ? 1 : 2)": "step++)"}),
+    "storers that take all steps": Mistake("deadlock", "full", {"step += WIDE ? 1 : 2)": "step++)"}),
     # Turns.
     # Key tiles in the order in which blocks at once may come to add theirs.
     "no wait for the turn": Mistake(WRONG, "full", {TURN: "", **LAST_FIRST}),
@@ -252,9 +251,15 @@ MISTAKES: dict[str, Mistake] = {
     "key tiles that were done before": Mistake(
         "deadlock.*for another block", "full", {"*done_of(launch, b, h / params.group) = 0;": "{}"},
     ),
-    "the same share of d_q for all": Mistake(WRONG, "tiles of 80", {"first = item.j * launch.share": "first = 0"}),
+    "the same share of d_q for all": Mistake(WRONG, "d 128", {"first = item.j * launch.share": "first = 0"}),
     "d_q of another head": Mistake(
         WRONG, "grouped", {"item.hk * params.group + i / q_tiles": "item.hk * params.group"},
+    ),
+    "d_q written over that of a tile before": Mistake(
+        f"{WRONG}|{UNFENCED}", "d 128", {"        box.await<Outbox::PLACES - 1>();\n": ""},
+    ),
+    "d_q of the tile before's queries": Mistake(
+        WRONG, "d 128", {"row = tile.first_query + (H": "row = tile.first_query - TILE_Q + (H"},
     ),
     # d_k and d_v by the copy engine.
     "d_k and d_v written over d_s that the other warpgroup multiplies": Mistake(
@@ -299,32 +304,6 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "the last rows of a packed sequence's d_q in another order": Mistake(
         WRONG, "packed", {"lane / 4 + lower * 8": "lane / 4 + (1 - lower) * 8"},
-    ),
-    # Columns down.
-    "wrong step along k, columns down": Mistake(
-        WRONG, "tiles of 80", {"further(a_at, k * 16 * ROW_BYTES), b": "further(a_at, k * 8 * ROW_BYTES), b"},
-    ),
-    "wrong step along d_s, columns down": Mistake(
-        WRONG, "tiles of 80",
-        {", b = further(b_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32)": ", b = further(b_at, k * 32)"},
-    ),
-    "the other columns, which lie down": Mistake(
-        WRONG, "tiles of 80", {"* TURNS + (STORES_HALVES ? number : 0)": "* TURNS + (STORES_HALVES ? 1 - number : 0)"},
-    ),
-    "the only place of d_q overwritten before it was read": Mistake(
-        f"{WRONG}|{UNFENCED}", "tiles of 80", {AWAIT_D_Q_FREE: ""},
-    ),
-    "d_q written over that of a tile before": Mistake(
-        f"{WRONG}|{UNFENCED}", "d 128", {"        box.await<Outbox::PLACES - 1>();\n": ""},
-    ),
-    "d_q of the tile before's queries": Mistake(
-        WRONG, "tiles of 80", {"row = tile.first_query + (H": "row = tile.first_query - TILE_Q + (H"},
-    ),
-    "the end of a packed sequence in another order": Mistake(
-        WRONG, "tiles of 80, packed", {"n / 4 * 8 + lane % 4 * 2 + n % 2, column": "n / 4 * 8 + lane % 4 * 2, column"},
-    ),
-    "d_q turned into the same columns": Mistake(
-        WRONG, "tiles of 80", {"eight = warp * 2 + lane / 8 % 2;": "eight = warp * 2;"},
     ),
     "the other warpgroup's keys": Mistake(
         WRONG, "full", {"hw::anew(keys) + first_of_64()": "hw::anew(keys) + (64 - first_of_64())"},

@@ -33,7 +33,7 @@ AWAIT_V = "        await_v();\n"
 WRITE_P = "        write(shared.p(), p);\n"
 WRITE_D_S = "        write(d_s_tile(), d_s);\n"
 MEET = "        hw::barrier_sync(Shared::D_S_WRITTEN, 256);\n"
-LET_GO = "                if (STORES_HALVES || piece == PIECES - 1) let_go();\n"
+LET_GO = "                if (WIDE || piece == PIECES - 1) let_go();\n"
 
 MISTAKES: dict[str, Mistake] = {
     # Places are let go.
@@ -74,16 +74,16 @@ MISTAKES: dict[str, Mistake] = {
         {"(tile * PIECES + piece) * (PIECE_BYTES / 4)": "(tile * PIECES + 1 - piece) * (PIECE_BYTES / 4)"},
     ),
     "the other half of the sums": Mistake(
-        WRONG, "d 256", {"* TURNS + (STORES_HALVES ? number : 0)": "* TURNS + (STORES_HALVES ? 1 - number : 0)"}
+        WRONG, "d 256", {"* TURNS + (WIDE ? number : 0)": "* TURNS + (WIDE ? 1 - number : 0)"}
     ),
-    "both halves in one": Mistake(f"{WRONG}|deadlock", "d 256", {"* TURNS + (STORES_HALVES ? number : 0)": "* TURNS"}),
+    "both halves in one": Mistake(f"{WRONG}|deadlock", "d 256", {"* TURNS + (WIDE ? number : 0)": "* TURNS"}),
     "turns of the first half begin at 0": Mistake(
         "deadlock.*for another block", "d 256", {"if (threadIdx.x < TURNS)": "if (threadIdx.x < 1)"}
     ),
     "a place of the other storer": Mistake(
         f"{WRONG}|{UNFENCED}",
         "d 256",
-        {"(STORES_HALVES ? storer : storer * 2 + piece)": "(STORES_HALVES ? 0 : storer * 2 + piece)"},
+        {"(WIDE ? storer : storer * 2 + piece)": "(WIDE ? 0 : storer * 2 + piece)"},
     ),
     # Products.
     "no wait for the first piece": Mistake(

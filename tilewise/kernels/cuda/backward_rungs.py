@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from tilewise.kernels.cuda import wgmma
 from tilewise.kernels.cuda.rungs import PLAIN, RUNGS, SOURCES, UNORDERED, ForwardSm90, Rung, Tiled, parts, up
-from tilewise.schedule import plan
 from tilewise.spec import Attention, Shape, Tile
 
 
@@ -67,8 +64,8 @@ class TiledDKeys(_TiledBackward):
 
 class _BackwardSm90:
     """What the kernels of Hopper's backward pass share. A block has 128 keys, or half of that where heads are wide. It
-    meets 64 queries at a time. Where scores are products alone there is room for more in registers, 128 if heads are
-    small, and else 80; what a score reads would have none, and be waited for one by one.
+    meets 64 queries at a time, or 128 where heads are small and scores are products alone: what a score reads would
+    have no room in registers then, and be waited for one by one.
 
     ordered: what key tiles add to d_q is added in their order, so that it has the same bits each time.
     """
@@ -87,14 +84,7 @@ class _BackwardSm90:
         widest = max(shape.d, shape.d_v)
         if widest > self.NARROW:
             return Tile(64, 64)
-        if spec.score is not None:
-            return Tile(64, 128)
-        if widest <= self.SMALL:
-            return Tile(128, 128)
-        # Steps of 80 have d_q of 64 columns for each warpgroup. What looks at arrays before, to skip tiles, has queries
-        # by 32.
-        can = parts(shape.d) == 2 and not spec.loaded
-        return Tile(80 if can and _STEP_OF_80 * _visits(spec, shape, 80) < _visits(spec, shape, 64) else 64, 128)
+        return Tile(128 if widest <= self.SMALL and spec.score is None else 64, 128)
 
     def fitting(self, tile: Tile, shape: Shape) -> Tile:
         return tile  # its own: these kernels are not told others
@@ -140,13 +130,12 @@ class BackwardProducts(_BackwardSm90):
 
     def _bytes(self, tile: Tile, shape: Shape, places: int) -> int:
         q_parts, v_parts = parts(shape.d), parts(shape.d_v)
-        # Rows of 128 bytes: k, v, d_s, twice q and d_out. Then d_q, twice if there is room, and twice shift, delta.
+        # Rows of 128 bytes: k, v, d_s, twice q and d_out. Then twice d_q, shift, delta.
         rows = tile.k * (q_parts + v_parts) + tile.q * (2 * places + 2 * (q_parts + v_parts))
-        d_q = 4 * tile.q * 64 * q_parts * (1 if _columns_down(tile) else 2)
-        return 128 * rows + d_q + 4 * 4 * tile.q + self.AROUND
+        return 128 * rows + 2 * 4 * tile.q * (64 * q_parts + 2) + self.AROUND
 
     def headers(self, tile: Tile, shape: Shape) -> dict[str, str]:
-        half = 64 if tile.q % 64 or tile.q == 128 else parts(shape.d) * 32
+        half = 64 if tile.q == 128 else parts(shape.d) * 32
         return {"wgmma.h": wgmma.header(shape.dtype, {tile.q, up(shape.d, 16), up(shape.d_v, 16), half})}
 
 
@@ -187,7 +176,7 @@ class Hoppers:
     def workspace(self, tile: Tile, shape: Shape, q_tiles: int) -> dict[str, int]:
         """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
         rows = q_tiles * tile.q
-        turns = 2 * q_tiles if self._is_wide(shape) or _columns_down(tile) else q_tiles
+        turns = 2 * q_tiles if self._is_wide(shape) else q_tiles
         sums, done = rows * columns_of_sums(shape), shape.batch * shape.heads_k
         return {"rows": 2 * rows, "sums": sums, "turns": turns, "done": done}
 
@@ -195,23 +184,6 @@ class Hoppers:
 def columns_of_sums(shape: Shape) -> int:
     """Of d_q, as consumers hold it."""
     return 64 * _halved(parts(shape.d))
-
-
-_STEP_OF_80 = 1.235  # times as long as a step of 64 queries
-
-
-def _visits(spec: Attention, shape: Shape, size: int) -> int:
-    """Query tiles of so many queries that key tiles meet, but for a factor."""
-    if spec.mask is None:
-        lengths = np.diff(spec.lengths.q) if spec.lengths is not None else np.array([shape.n_q])
-        return int((-(-lengths // size)).sum())
-    tables = (plan(spec, part, Tile(size, 128)).by_key.table for part, _, _ in shape.sequences(spec.lengths))
-    return sum(int((table[:, 1] - table[:, 0]).sum()) for table in tables)
-
-
-def _columns_down(tile: Tile) -> bool:
-    """Whether d_q is computed columns down, queries across: rows of products come by 64."""
-    return tile.q % 64 != 0
 
 
 def _halved(parts: int) -> int:

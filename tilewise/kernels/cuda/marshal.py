@@ -296,8 +296,8 @@ def tensor_maps(
 
     table: an array among those that the variant loads of which tiles come along: (keys, queries, other, other).
     """
-    rows = {"q": tile.q, "k": tile.k, "v": tile.k, "d_out": tile.q, "d_k": WARPGROUP_ROWS, "d_v": WARPGROUP_ROWS}
-    rows["d_q"] = tile.q if tile.q % WARPGROUP_ROWS else WARPGROUP_ROWS
+    rows = {"q": tile.q, "k": tile.k, "v": tile.k, "d_out": tile.q}
+    rows |= dict.fromkeys(("d_q", "d_k", "d_v"), WARPGROUP_ROWS)
     maps = {name: _tensor_map(operands[name], dtype, count) for name, count in rows.items() if name in operands}
     if table is not None:
         maps["table"] = _table_map(loaded[table.slot], table, tile)

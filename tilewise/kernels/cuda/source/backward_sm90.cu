@@ -28,7 +28,7 @@ static_assert(Shared::END + 1024 == SHARED_BYTES, "as the host reckons it");
 // Of a query tile a warpgroup has all scores of its 64 keys.
 struct Narrow : Scores {
     // Where no other block waits for it, a storer is told of d_q when both warpgroups meet in the next step: one fence is enough
-    // for d_s and d_q then, and the copy engine reads while products read the least of shared memory. It takes two places.
+    // for d_s and d_q then, and the copy engine reads while products read the least of shared memory.
     static constexpr bool TELLS_LATE = !ORDERED && HALVES_QUERIES;
     float d_k[DEPTH / 2], d_v[COLUMNS / 2], d_q[HALF / 2];
     bool owes = false;
@@ -49,8 +49,7 @@ struct Narrow : Scores {
         const int columns = HALVES_QUERIES ? 0 : number * (Q_PARTS == 2 ? TILE_K * ROW_BYTES : ROW_BYTES / 2);
         const uint32 d_s = hw::anew(d_s_tile()) + (HALVES_QUERIES ? number * 64 * ROW_BYTES : 0);
         const uint32 k_columns = hw::anew(shared.k()) + columns;
-        if constexpr (COLUMNS_DOWN) multiply_d_q_down<HALF>(d_q, d_s, k_columns);
-        else multiply_d_q<HALF, false>(d_q, d_s, k_columns);
+        multiply_d_q<HALF, false>(d_q, d_s, k_columns);
     }
 
     template <bool LAST> __device__ __forceinline__ void step() {
@@ -72,8 +71,7 @@ struct Narrow : Scores {
         add_product<DEPTH>(d_k, d_s, shared.q(q_stage()));
         hw::wgmma_wait<1>();
         if (S_STAGES == 1) arrive(shared.d_s_free());
-        if (STORES_HALVES) write_d_q(d_q, number, 0, steps % 2 ^ 1);
-        else write_d_q(d_q, steps % 2, number, steps / 2 % 2 ^ 1);
+        write_d_q(d_q, steps % 2, number, steps / 2 % 2 ^ 1);
         if (TELLS_LATE) owes = true;
         else hand_over(steps);
         hw::wgmma_wait<0>();
@@ -81,10 +79,7 @@ struct Narrow : Scores {
         arrive(shared.q_free(q_stage()));
         next_step();
     }
-    __device__ __forceinline__ void tell_of(uint32 step) const {
-        if (STORES_HALVES) tell(number, 0);
-        else tell(step % 2, number);
-    }
+    __device__ __forceinline__ void tell_of(uint32 step) const { tell(step % 2, number); }
     __device__ __forceinline__ void hand_over(uint32 step) const {
         hw::fence_async();
         tell_of(step);

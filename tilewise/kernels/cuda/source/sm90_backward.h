@@ -8,7 +8,7 @@
 constexpr int WARPGROUPS = 2, THREADS = (WARPGROUPS + 1) * 128, CONSUMER_WARPS = WARPGROUPS * 4;
 constexpr int CONSUMER_REGISTERS = 240, PRODUCER_REGISTERS = 24;
 constexpr bool WIDE = TILE_K == 64;
-static_assert(WIDE ? TILE_Q == 64 : TILE_K == 128 && (TILE_Q == 64 || TILE_Q == 80 || TILE_Q == 128), "as warpgroups share them");
+static_assert(WIDE ? TILE_Q == 64 : TILE_K == 128 && (TILE_Q == 64 || TILE_Q == 128), "as warpgroups share them");
 constexpr int QUERIES = WIDE ? TILE_Q / 2 : TILE_Q;  // of which a warpgroup has scores
 
 // Columns are halved, so that three parts count as four: what is beyond the last is 0.
@@ -19,17 +19,14 @@ constexpr int K_BYTES = TILE_K * K_PARTS * ROW_BYTES, V_BYTES = TILE_K * O_PARTS
               S_BYTES = TILE_Q * TILE_K * 2, ROWS_BYTES = TILE_Q * 4;
 constexpr int Q_STAGES = 2, O_STAGES = WIDE ? 1 : 2;
 constexpr int TABLE_TILE_BYTES = USES_TABLE ? TILE_Q * TILE_K * 2 : 0;  // cells of 2 bytes that scores read
-// d_q of a step: a warpgroup has half of it, 64 of 128 queries, or of 64 queries half of the columns. Products have rows by 64,
-// so of 80 queries it has 64 columns, which lie down, and queries across. It goes to its sums by halves, or, if heads are wide,
-// by quarters.
-constexpr bool HALVES_QUERIES = TILE_Q == 128, COLUMNS_DOWN = TILE_Q % 64 != 0;
-static_assert(!COLUMNS_DOWN || Q_PARTS == 2, "columns for both");
-constexpr int HALF = COLUMNS_DOWN ? TILE_Q : HALVES_QUERIES ? K_PARTS * PART : K_PARTS * PART / 2;
-constexpr int PIECES = COLUMNS_DOWN ? 1 : 2, PIECE = WIDE ? HALF / 2 : HALF;  // that a storer takes at a time
+// d_q of a step: a warpgroup has half of it, 64 of 128 queries, or of 64 queries half of the columns. It goes to its sums by
+// halves, or, if heads are wide, by quarters.
+constexpr bool HALVES_QUERIES = TILE_Q == 128;
+constexpr int HALF = HALVES_QUERIES ? K_PARTS * PART : K_PARTS * PART / 2;
+constexpr int PIECES = 2, PIECE = WIDE ? HALF / 2 : HALF;  // that a storer takes one after the other
 constexpr int HALF_BYTES = 64 * HALF * 4, PIECE_BYTES = 64 * PIECE * 4;
-// Storers have a half of every step each, in one place, or both halves of every second step, where there is room for that.
-constexpr bool STORES_HALVES = WIDE || COLUMNS_DOWN;
-constexpr int TURNS = STORES_HALVES ? 2 : 1;  // of each query tile: halves have their own
+// Storers have both halves of every second step, or, if heads are wide, a half of every step, its pieces in one place.
+constexpr int TURNS = WIDE ? 2 : 1;  // of each query tile: wide heads' halves have their own
 // Whether the first key tile of a query tile stores its part of d_q, for which the others wait, or all add to sums of 0.
 constexpr bool FIRST_STORES = ORDERED || !WIDE;
 constexpr float LOG2_E = 1.4426950408889634f;
@@ -149,7 +146,7 @@ struct Shared {
 
     static constexpr int V = K_BYTES, Q = V + V_BYTES, D_OUT = Q + Q_STAGES * Q_BYTES,
                          D_S = D_OUT + O_STAGES * O_BYTES, P = D_S + S_STAGES * S_BYTES, D_Q = P + (WIDE ? S_BYTES : 0),
-                         TABLE = D_Q + (STORES_HALVES ? 2 : 4) * PIECE_BYTES, SHIFT = TABLE + TABLE_TILE_BYTES,
+                         TABLE = D_Q + (WIDE ? 2 : 4) * PIECE_BYTES, SHIFT = TABLE + TABLE_TILE_BYTES,
                          DELTA = SHIFT + Q_STAGES * ROWS_BYTES,
                          BARRIERS = DELTA + O_STAGES * ROWS_BYTES, ITEM = BARRIERS + 192, MEETING = ITEM + 64,
                          ADDITION = MEETING + 64, END = BARRIERS + 384;
@@ -166,7 +163,7 @@ struct Shared {
     __device__ __forceinline__ uint32 d_s(int stage) const { return base + D_S + stage * S_BYTES; }
     __device__ __forceinline__ uint32 p() const { return base + P; }
     __device__ __forceinline__ uint32 d_q(int storer, int piece) const {
-        return base + D_Q + (STORES_HALVES ? storer : storer * 2 + piece) * PIECE_BYTES;
+        return base + D_Q + (WIDE ? storer : storer * 2 + piece) * PIECE_BYTES;
     }
     __device__ __forceinline__ uint32 table() const { return base + TABLE; }
     __device__ __forceinline__ uint32 shift(int stage) const { return base + SHIFT + stage * ROWS_BYTES; }

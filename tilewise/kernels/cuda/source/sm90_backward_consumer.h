@@ -18,8 +18,7 @@ struct Scores {
     uint32 p[QUERIES / 16][4], d_s[QUERIES / 16][4];  // narrowed, as products take them from registers
     // Of groups of eight queries: whose shifts are read ahead, and whose exponentials do not wait for d_p; the others' run beside
     // what makes d_s of it. How many is found by trying: registers have room for few.
-    static constexpr int AHEAD = QUERIES == 128 ? 8 : QUERIES == 64 ? 4 : 0;
-    static constexpr int SOONER = QUERIES == 128 ? 6 : QUERIES > 32 ? 4 : QUERIES / 8;
+    static constexpr int AHEAD = WIDE ? 0 : QUERIES / 16, SOONER = QUERIES == 128 ? 6 : 4;
     float2 shifts[AHEAD + 1];
     // Of v's columns, by 16: those that wide heads, whose products read the most of shared memory, hold in registers.
     static constexpr int HELD = !WIDE ? 0 : COLUMNS / 16 < 8 ? COLUMNS / 16 : 8;
@@ -260,17 +259,6 @@ struct Scores {
             const uint64 a = further(a_at, TURNED ? row : k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32), b = further(b_at, row);
             if (k == 0) hw::wgmma<N, false, TURNED, true>(to, a, b);
             else hw::wgmma<N, true, TURNED, true>(to, a, b);
-        }
-        hw::wgmma_commit();
-    }
-    // The same as d_q.T = k.T @ d_s: of 64 columns all queries.
-    template <int N> __device__ __forceinline__ void multiply_d_q_down(float (&to)[N / 2], uint32 d_s, uint32 k_columns) const {
-        const uint64 a_at = swizzled_128(k_columns, 8 * ROW_BYTES, 16), b_at = swizzled_128(d_s, 8 * ROW_BYTES, 16);
-#pragma unroll
-        for (int k = 0; k < TILE_K / 16; k++) {
-            const uint64 a = further(a_at, k * 16 * ROW_BYTES), b = further(b_at, k / 4 * TILE_Q * ROW_BYTES + k % 4 * 32);
-            if (k == 0) hw::wgmma<N, false, true>(to, a, b);
-            else hw::wgmma<N, true, true>(to, a, b);
         }
         hw::wgmma_commit();
     }

@@ -20,7 +20,7 @@ struct DQuery {
         : launch(launch), shared(shared), number(hw::anew(number)), thread(hw::anew(threadIdx.x) % 128) {}
 
     // Tiles that are read at a time: some 128 registers hold them, for the cache answers late.
-    static constexpr int AT_ONCE = HALF > 64 ? 256 / HALF : 4;
+    static constexpr int AT_ONCE = HALF > 64 ? 2 : 4;
 
     // A share of the query tiles of all heads that have this key head. While one is stored the next ones are read.
     __device__ __forceinline__ void round(const Shared::Item& item) {
@@ -71,52 +71,27 @@ struct DQuery {
         const int left = tile.sequence->n_q - tile.first_query;  // beyond are the next sequence's
         const bool ends = launch.backward.params.n_sequences > 1 && left < TILE_Q;
         if (SENDS && !ends) send(tile);
-        else if constexpr (COLUMNS_DOWN) store_columns(tile, left);
         else store_rows(tile, left);
     }
-    // Whether 64 columns, or 64 queries, lie in a place as the copy engine stores them.
-    static constexpr bool SENDS = COLUMNS_DOWN || (!WIDE && HALF == PART);
+    // Whether the warpgroup has 64 columns of 64 queries, and a place for them, from which the copy engine stores them.
+    static constexpr bool SENDS = !WIDE && HALF == PART;
     __device__ __forceinline__ void send(const Tile& tile) {
         const Outbox box{shared, number, thread};
         const float scale = launch.backward.params.scale;
         const uint32 place = box.place(sent++);
         box.await<Outbox::PLACES - 1>();
-        if constexpr (COLUMNS_DOWN) write_turned(place, tile, scale);
-        else box.write(place, tile.held, 0, scale);
+        box.write(place, tile.held, 0, scale);
         const int column = HALVES_QUERIES ? 0 : number * PART, row = tile.first_query + (HALVES_QUERIES ? number * 64 : 0);
         box.send(&launch.d_q, place, column, tile.sequence->q_begin + row, tile.h, tile.b);
-    }
-    __device__ __forceinline__ Element* row(const Tile& tile, int query) const {
-        return row_of<Element>(launch.backward.d_q, tile.b, tile.h, tile.sequence->q_begin + tile.first_query + query);
     }
     __device__ __forceinline__ void store_rows(const Tile& tile, int left) const {
         const int column = HALVES_QUERIES ? 0 : number * HALF;
 #pragma unroll
         for (int lower = 0; lower < 2; lower++) {
             const int query = (HALVES_QUERIES ? number * 64 : 0) + warp * 16 + lane / 4 + lower * 8;
-            store_row<HALF>(row(tile, query) + column, &tile.held[lower * 2], launch.backward.params.scale, lane % 4,
-                            query < left, D - column);
-        }
-    }
-    // Columns lie down, queries across: in a place they are turned.
-    __device__ __forceinline__ void write_turned(uint32 to, const Tile& tile, float scale) const {
-#pragma unroll
-        for (int n = 0; n < HALF / 8; n += 2) {
-            uint32 words[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                words[i] = hw::packed<Element>(tile.held[n * 4 + 2 * i] * scale, tile.held[n * 4 + 2 * i + 1] * scale);
-            const int query = n * 8 + lane / 16 * 8 + lane % 8, eight = warp * 2 + lane / 8 % 2;
-            hw::store_matrices_turned(to + query * ROW_BYTES + (eight ^ query % 8) * 16, words);
-        }
-    }
-    // The end of a packed sequence, number by number.
-    __device__ __forceinline__ void store_columns(const Tile& tile, int left) const {
-#pragma unroll
-        for (int n = 0; n < HALF / 2; n++) {
-            const int query = n / 4 * 8 + lane % 4 * 2 + n % 2, column = number * PART + warp * 16 + lane / 4 + n % 4 / 2 * 8;
-            if (query < left && column < D)
-                row(tile, query)[column] = narrow<Element>(tile.held[n] * launch.backward.params.scale);
+            const int at = tile.sequence->q_begin + tile.first_query + query;
+            Element* const row = row_of<Element>(launch.backward.d_q, tile.b, tile.h, at) + column;
+            store_row<HALF>(row, &tile.held[lower * 2], launch.backward.params.scale, lane % 4, query < left, D - column);
         }
     }
 };

@@ -6,7 +6,7 @@ struct Outbox {
     const Shared& shared;
     const int number, thread;  // of the warpgroup; in it
 
-    // Places for 64 rows of 64 columns, or for as many rows as a query tile has.
+    // Places for 64 rows of 64 columns.
     static constexpr int IN_ONE = TILE_Q / 64, PLACES = S_STAGES * IN_ONE;
     __device__ __forceinline__ uint32 place(int i) const {
         return shared.d_s(i % PLACES / IN_ONE) + (number * TILE_Q + i % IN_ONE * 64) * ROW_BYTES;

@@ -200,7 +200,7 @@ struct Loader {
 };
 
 // Two warps add d_q to the sums, each from a place of its own. One has even steps, the other odd ones: while one waits until it
-// is this key tile's turn, or for the copy engine, the other's work goes on. Where tiles are large, each has a half of every
+// is this key tile's turn, or for the copy engine, the other's work goes on. Where heads are wide, each has a half of every
 // step, and its place is for a piece at a time. The first key tile of a query tile need not add: nothing was there before. If
 // there is no order, all others have the second turn; wide heads, whose storers have no time to wait, add to sums of 0.
 // Who owes others a turn waits for nothing but the copy engine.
@@ -214,7 +214,7 @@ struct Storer {
         : launch(launch), shared(shared), number(number), leads(threadIdx.x % 32 == 0) {}
 
     __device__ __forceinline__ void run() const {
-        uint32 step = STORES_HALVES ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
+        uint32 step = WIDE ? 0 : number, steps = 0;  // the next of this one's, and all of the key tiles until now
         for (uint32 items = 0;; items++) {
             wait_together(shared.item_full(items % 2), items / 2 % 2);
             const Shared::Item item = shared.copy_of_item(items % 2);
@@ -223,7 +223,7 @@ struct Storer {
             if (leads) hw::mbarrier_arrive(shared.item_free(items % 2));
             if (item.visits == Shared::OF_D_Q) continue;
             steps += item.visits;
-            for (; int(steps - step) > 0; step += STORES_HALVES ? 1 : 2) add(step);
+            for (; int(steps - step) > 0; step += WIDE ? 1 : 2) add(step);
             if (leads) tell_done(done_of(launch, item.b, item.hk));
             __syncwarp();
         }
@@ -234,7 +234,7 @@ struct Storer {
         int64 tile = 0;  // or half of one
         int turn = 0;
         if (leads) {
-            tile = shared.addition(stage).tile * TURNS + (STORES_HALVES ? number : 0);
+            tile = shared.addition(stage).tile * TURNS + (WIDE ? number : 0);
             turn = shared.addition(stage).turn;
             hw::mbarrier_arrive(shared.d_out_free(stage));
             if (FIRST_STORES && turn > 0) take(launch.turns + tile, turn);
@@ -244,7 +244,7 @@ struct Storer {
             hw::barrier_sync(Shared::d_q_written(number, piece), 160);
             if (leads) {
                 add_piece(launch.sums + (tile * PIECES + piece) * (PIECE_BYTES / 4), shared.d_q(number, piece), turn == 0);
-                if (STORES_HALVES || piece == PIECES - 1) let_go();
+                if (WIDE || piece == PIECES - 1) let_go();
             }
             __syncwarp();
         }
