@@ -2,6 +2,8 @@
 
 python -m tests.cuda.prebuild FOLDER          here, with or without a GPU: NVRTC of the version that is there
 TILEWISE_CACHE=FOLDER pytest -m gpu           there: what is not in the folder is compiled when it is called
+
+Once more with TILEWISE_EVERY_LANE=1 it adds what racecheck is given (every_lane.py); the others are there by then.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from tests.cuda import every_lane
 from tilewise.cases import conformance
 from tilewise.derivative import score_slopes
 from tilewise.expr import S
@@ -71,6 +74,8 @@ def main() -> int:
     if reason is not None:
         sys.stderr.write(f"{reason}\n")
         return 2
+    if os.environ.get("TILEWISE_EVERY_LANE") == "1":
+        every_lane.install()
     wanted, arch = sources(), compiler.architecture(HOPPER)
     folder = str(Path(options.folder).resolve())
     with ProcessPoolExecutor(options.jobs) as pool:
