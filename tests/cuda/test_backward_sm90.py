@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tilewise as tw
 from tests.cuda import every_lane
 from tests.cuda.backward_problems import (
     FILES,
@@ -24,10 +25,12 @@ from tests.cuda.mistakes import expect_told, plant, some
 from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, validate
 from tilewise.contract import check_results, gradients_to_pull
+from tilewise.expr import Expr
 from tilewise.kernels.cuda import marshal_backward
+from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
 from tilewise.kernels.cuda.simulator import Order, kernel
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
-from tilewise.spec import Partial
+from tilewise.spec import Attention, Partial, Shape, Tile
 
 pytestmark = needs_compiler
 
@@ -57,6 +60,15 @@ def test_gradients_are_right_and_have_the_same_bits_in_every_order(problem: str,
 def test_gradients_in_no_order_are_right(problem: str) -> None:
     for order, seed in ((Order.FORWARD, 1), (Order.RANDOM, 2)):
         check(problem, order, seed, "unordered")
+
+
+@pytest.mark.parametrize(
+    ("d", "score", "tile"),
+    [(64, None, (128, 128)), (64, tw.softcap(2.0), (64, 128)), (128, None, (64, 128)), (256, None, (64, 64))],
+)
+def test_tiles_are_as_large_as_registers_allow(d: int, score: Expr | None, tile: tuple[int, int]) -> None:
+    shape = Shape(1, 1, 1, 512, 512, d, d, "bfloat16")
+    assert BACKWARD_SM90.rungs(shape)[0].default_tile(Attention(1.0, score=score), shape) == Tile(*tile)
 
 
 def test_what_meets_nothing_is_zero() -> None:
