@@ -192,6 +192,8 @@ def test_plan_of_shared_memory(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = _run(capsys, "plan", "--arch", "all", "--d", "128", "--dtype", "float32")
     rows = {line.split(",")[0]: line.split()[-4:] for line in out.splitlines() if line.startswith("sm_")}
     assert rows["sm_75"] == ["-", "-", "-", "-"] and rows["sm_80"] == ["2", "1", "-", "-"]
+    code, _, told = _run(capsys, "plan", "--arch", "all", "--mask", "causal()")
+    assert code == 2 and "--arch: what tiles take is the same for every --mask" in told
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,22 @@ def test_a_decay_of_each_head_has_a_gradient_of_each_head() -> None:
     np.testing.assert_allclose(grads[0], grads[1].sum(axis=(0, 2)), rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("later", "error", "told"),
+    [
+        (3, TypeError, "later: expected a LinearState, got int"),
+        (
+            STATE.map(lambda x: x[:1]),
+            ValueError,
+            r"later: expected a state of kv \(2, 4, 8, 8\), .* got \(1, 4, 8, 8\)",
+        ),
+    ],
+)
+def test_states_that_do_not_follow(later: Any, error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        STATE.then(later)
+
+
 def test_a_number_decays_all_heads() -> None:
     every = tw.linear_attention(Q, K, V, decay=np.full(4, -0.5, np.float32))
     np.testing.assert_array_equal(tw.linear_attention(Q, K, V, decay=-0.5), every)

@@ -96,6 +96,8 @@ def test_command_refuses_other_kernels(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["bench", "--linear", "--kernel", "cuda"]) != 0
     known = "cpu, numpy, triton, tilelang, tilelang-c"
     assert f"--kernel: expected one of {known} with --linear, got 'cuda'" in capsys.readouterr().err
+    assert main(["bench", "--linear", "--kernel", "tilelang", "--n", "64"]) != 0
+    assert "--kernel: kernel 'tilelang' cannot compute this linear attention" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
@@ -105,7 +107,7 @@ def test_the_example_holds(library: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_example_compares(capsys: pytest.CaptureFixture[str]) -> None:
-    runpy.run_path(str(EXAMPLE))["comparison"]((32, 64))
+    runpy.run_path(str(EXAMPLE))["comparison"]([32, 64])
     told = capsys.readouterr().out
     assert "standard ms" in told and [line.split()[0] for line in told.splitlines() if "KiB" in line] == ["32", "64"]
 

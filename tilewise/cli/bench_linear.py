@@ -71,6 +71,7 @@ def _on_gpu() -> dict[str, Any]:
 
 
 def _on_cpu(args: argparse.Namespace) -> dict[str, Any]:
+    from tilewise.dispatch import Unsupported
     from tilewise.linear import bench, dispatch
 
     kernel = args.kernel or "auto"
@@ -81,5 +82,8 @@ def _on_cpu(args: argparse.Namespace) -> dict[str, Any]:
         whole(name, given) if given else default
         for name, given, default in (("d", args.d, 64), ("heads", args.heads, 8), ("repeat", args.repeat, 7))
     )
-    rows = bench.measured(sorted(lengths), d, heads, kernel, repeat)
+    try:
+        rows = bench.measured(sorted(lengths), d, heads, kernel, repeat)
+    except Unsupported as error:
+        raise UserError(f"--kernel: {error}") from None
     return bench.results(rows, d, heads)

@@ -62,6 +62,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     shape, tile = _shape(args), tile_of(args.block or "128", "--block")
     if args.arch is not None:
+        if args.mask is not None or args.score is not None:
+            raise UserError(
+                "--arch: what tiles take is the same for every --mask and --score; leave these out, or --arch"
+            )
         return plan_arch.run(args.arch, shape, plan_arch.TILES if args.block is None else (tile,), args.json)
     spec = with_expression(Attention(shape.d**-0.5), shape, "mask", args.mask, "--mask")
     spec = with_expression(spec, shape, "score", args.score, "--score")

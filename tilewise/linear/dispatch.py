@@ -37,7 +37,10 @@ SYSTEMS = {
     "tilelang": "tilewise.linear.kernels.tilelang",
     "tilelang-c": "tilewise.linear.kernels.tilelang.c",
 }
-ONLY_IF_NAMED = ("tilelang", "tilelang-c")  # `auto` never takes them: one has yet to run on a GPU, one stands in for it
+ONLY_IF_NAMED = (
+    "tilelang",
+    "tilelang-c",
+)  # `auto` never takes them: of one the speed is not known, one stands in for it
 NAMES = tuple(name for name in SYSTEMS if name not in ONLY_IF_NAMED)
 
 

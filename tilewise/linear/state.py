@@ -27,6 +27,11 @@ class LinearState:
 
     def then(self, later: LinearState) -> LinearState:
         """The state after both: what `self` has decays on the way through `later`. Associative."""
+        if not isinstance(later, LinearState):
+            raise TypeError(f"later: expected a LinearState, got {type(later).__name__}")
+        sizes = [tuple(map(int, state.kv.shape)) for state in (self, later)]
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"later: expected a state of kv {sizes[0]}, as this one's, got {sizes[1]}")
         kept = arrays.library(later.log_decay).exp(later.log_decay)
         return LinearState(
             self.kv * kept[..., None, None] + later.kv,

@@ -92,8 +92,9 @@ def settle(problem: Problem) -> Problem:
         wrong = values[~(np.isfinite(values) & (values <= 0))]
         if wrong.size:
             raise ValueError(
-                f"decay: expected logs of numbers from 0 to 1, finite and <= 0, got {wrong[0]:g}; "
-                "of a gate g take log(g), of gates before their sigmoid log_sigmoid"
+                f"decay: expected logs of numbers above 0 and at most 1, finite and <= 0, got {wrong[0]:g}; "
+                "of a gate g take log(g), of one that may be 0 log(max(g, 1e-30)), of gates before their sigmoid "
+                "log_sigmoid"
             )
     return problem
 
