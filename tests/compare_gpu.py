@@ -36,7 +36,7 @@ from tilewise.bench.gpu.contestants import CUDNN, FLASH, Entry, entered, find
 from tilewise.bench.gpu.timing import GpuClock, Settings, rounds
 from tilewise.kernels.cuda import compiler, source
 from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90, UNORDERED_SM90
-from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
+from tilewise.kernels.cuda.choice import HOPPER, backward_source_of, source_of
 from tilewise.kernels.cuda.source import Source
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape
@@ -83,7 +83,7 @@ def compile_ahead(name: str, folder: Path | None, case: Case, unordered: bool = 
 
 def _sources(spec: Attention, shape: Shape, backward: bool, unordered: bool) -> list[Source]:
     made, hoppers = [source_of(spec, shape, HOPPER)], UNORDERED_SM90 if unordered else BACKWARD_SM90
-    return [*made, *backward_sources_of(hoppers, spec, shape)] if backward else made
+    return [*made, backward_source_of(hoppers, spec, shape)] if backward else made
 
 
 def _shape(case: Case) -> Shape:

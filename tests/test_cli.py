@@ -327,7 +327,6 @@ def test_warmup_compiles_what_looks_at_arrays_of_a_mask(
             [
                 "forward_sm90",
                 "refine",
-                "backward_sm90_rows",
                 "backward_sm90",
                 "refine_backward",
             ],

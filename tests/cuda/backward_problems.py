@@ -24,15 +24,22 @@ from tilewise.spec import Partial
 from tilewise.validate import Call
 
 SHARED_FILES = (
-    "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_consumer.h", "sm90_tiles.h", "backward_sm90_rows.cu",
+    "sm90_backward.h", "sm90_backward_producer.h", "sm90_backward_consumer.h", "sm90_tiles.h", "sm90_backward_rows.h",
     "sm90_backward_d_query.h", "sm90_backward_outbox.h",
 )  # fmt: skip
 FILES, WIDE_FILES = ("backward_sm90.cu", *SHARED_FILES), ("backward_sm90_wide.cu", *SHARED_FILES)
 
-# The first block to run takes all key tiles, in their order, unless it is told otherwise, and then all of d_q.
+# The first block to run takes all rows, then all key tiles, in their order, unless it is told otherwise, and then d_q.
 TAKE = "const int index = next_index();"
-LAST_FIRST = {TAKE: "const int asked = next_index(), tiles = launch.heads * params.tiles;\n"
-                    "        const int index = asked < tiles ? tiles - 1 - asked : asked;"}  # fmt: skip
+ASK = "const int asked = next_index(), rows = launch.ahead * launch.shares, tiles = launch.heads * params.tiles;\n"
+LAST_FIRST = {
+    TAKE: ASK
+    + "        const int index = asked >= rows && asked < rows + tiles ? 2 * rows + tiles - 1 - asked : asked;"
+}
+# Key tiles come first, which only what does not wait for rows survives.
+ROWS_LAST = {
+    TAKE: ASK + "        const int index = asked < tiles ? rows + asked : asked < rows + tiles ? asked - tiles : asked;"
+}
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from tilewise.derivative import score_slopes
 from tilewise.expr import S
 from tilewise.kernels.cuda import compiler, support
 from tilewise.kernels.cuda.backward_rungs import BACKWARD, BACKWARD_SM90, UNORDERED_SM90
-from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, reads_arrays
+from tilewise.kernels.cuda.choice import HOPPER, backward_source_of, reads_arrays
 from tilewise.kernels.cuda.rungs import REFINE, REFINE_BACKWARD, RUNGS
 from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.spec import Attention, Shape, Tile
@@ -55,9 +55,9 @@ def _backward(spec: Attention, shape: Shape) -> Iterator[Source]:
             yield assembled(rung, spec, shape, tile, tables=False, slope=slope)[0]
     for hoppers in (BACKWARD_SM90, UNORDERED_SM90):
         if hoppers.unsupported(shape) is None:
-            yield from backward_sources_of(hoppers, spec, shape)
+            yield backward_source_of(hoppers, spec, shape)
     if BACKWARD_SM90.unsupported(shape) is None and reads_arrays(spec):
-        yield assembled(REFINE_BACKWARD, spec, shape, BACKWARD_SM90.rungs(shape)[0].default_tile(spec, shape))[0]
+        yield assembled(REFINE_BACKWARD, spec, shape, BACKWARD_SM90.rung(shape).default_tile(spec, shape))[0]
 
 
 def _build(source: Source, arch: str, folder: str) -> None:

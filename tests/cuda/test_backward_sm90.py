@@ -68,7 +68,7 @@ def test_gradients_in_no_order_are_right(problem: str) -> None:
 )
 def test_tiles_are_as_large_as_registers_allow(d: int, score: Expr | None, tile: tuple[int, int]) -> None:
     shape = Shape(1, 1, 1, 512, 512, d, d, "bfloat16")
-    assert BACKWARD_SM90.rungs(shape)[0].default_tile(Attention(1.0, score=score), shape) == Tile(*tile)
+    assert BACKWARD_SM90.rung(shape).default_tile(Attention(1.0, score=score), shape) == Tile(*tile)
 
 
 def test_what_meets_nothing_is_zero() -> None:

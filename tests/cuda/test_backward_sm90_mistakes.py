@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.cuda.backward_problems import FILES, LAST_FIRST, check, small_shares, unwritten  # noqa: F401
+from tests.cuda.backward_problems import FILES, LAST_FIRST, ROWS_LAST, check, small_shares, unwritten  # noqa: F401
 from tests.cuda.mistakes import (
     EARLY,
     ISSUED,
@@ -74,7 +74,9 @@ TELL_ADDITION = ("                if (lane == 0) {\n"
                  "                    shared.addition(o_ring.stage).turn = turn;\n"
                  "                }\n")  # fmt: skip
 TURN = "hw::wait_for_number(turns, turn);"
-AWAIT_DONE = "        if (lane == 0) hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);\n"
+AWAIT_ROWS = "            wait_until_ready(launch, item.b, item.hk);\n"
+ROWS_READY = "hw::add_release(ready_of(launch, item.b, item.hk), 1);"
+AWAIT_DONE = "            hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);\n"
 
 # Each is one kind of mistake.
 MISTAKES: dict[str, Mistake] = {
@@ -127,7 +129,7 @@ MISTAKES: dict[str, Mistake] = {
     "v never let go by a key tile that meets none": Mistake("deadlock", "tiles that meet none", {FREE_UNMET_V: ""}),
     "k let go before it is multiplied": Mistake(
         EARLY, "one query tile",
-        {FREE_K: f"        if (item.visits == Shared::OF_D_Q)\n{FREE_K}",
+        {FREE_K: f"        if (item.visits < 0)\n{FREE_K}",
          FREE_V: f"{FREE_V}        if (LAST) arrive(shared.k_free());\n"},
     ),
     "too few to let q go": Mistake(
@@ -232,7 +234,7 @@ MISTAKES: dict[str, Mistake] = {
     "plans of another batch": Mistake(WRONG, "heads differ", {"int64(b) * __ldg(&here.offsets_batch)": "0"}),
     "turns that do not begin at 0": Mistake(
         "deadlock.*for another block", "full",
-        {"if (threadIdx.x < TURNS)": "if (threadIdx.x < TURNS && tile == 0)"},
+        {"thread < TURNS)": "thread < TURNS && tile.of_all == 0)"},
     ),
     "a first turn that adds": Mistake(WRONG, "full", {"piece), turn == 0);": "piece), turn < 0);"}),
     "turns that only store": Mistake(WRONG, "full", {"piece), turn == 0);": "piece), turn >= 0);"}),
@@ -248,10 +250,14 @@ MISTAKES: dict[str, Mistake] = {
         "deadlock.*for another block", "grouped",
         {"tell_done(done_of(launch, item.b, item.hk));": "tell_done(done_of(launch, item.b, 0));"},
     ),
-    "key tiles that were done before": Mistake(
-        "deadlock.*for another block", "full", {"*done_of(launch, b, h / params.group) = 0;": "{}"},
+    "rows that are not waited for": Mistake(f"{WRONG}|deadlock", "full", {AWAIT_ROWS: "", **ROWS_LAST}),
+    "rows that are never ready": Mistake("deadlock.*for another block", "full", {ROWS_READY: "{}"}),
+    "the same share of rows for all": Mistake(
+        f"{WRONG}|deadlock", "full", {"first = item.j * launch.share, all": "first = 0, all"}
     ),
-    "the same share of d_q for all": Mistake(WRONG, "d 128", {"first = item.j * launch.share": "first = 0"}),
+    "the same share of d_q for all": Mistake(
+        WRONG, "d 128", {"first = item.j * launch.share, last": "first = 0, last"},
+    ),
     "d_q of another head": Mistake(
         WRONG, "grouped", {"item.hk * params.group + i / q_tiles": "item.hk * params.group"},
     ),
@@ -347,7 +353,9 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "a shift of every other query": Mistake(WRONG, "full", {"i % 2 ? shift.y : ": ""}),
     "scores that are scaled once more": Mistake(WRONG, "a slope", {"scale = SCORED ? 1.0f : ": "scale = "}),
-    "no shift beyond the last query": Mistake(WRONG, "a slope", {"rows[row] = lse": "if (inside) rows[row] = lse"}),
+    "no shift beyond the last query": Mistake(
+        WRONG, "a slope", {"rows[row(pass)] = lse": "if (inside) rows[row(pass)] = lse"},
+    ),
     "no shift of rows without keys": Mistake(
         WRONG, "every other row, a slope", {"lse == -INFINITY ? lse : -lse;": "!inside ? lse : -lse;"},
     ),
@@ -361,7 +369,7 @@ MISTAKES: dict[str, Mistake] = {
         WRONG, "full", {"multiply_rows<COLUMNS, WIDE, HELD>": "multiply_rows<COLUMNS, true, HELD>"},
     ),
     "delta of half of the columns": Mistake(WRONG, "whole tiles", {"apart < LANES; apart": "apart < LANES / 2; apart"}),
-    "d_lse added": Mistake(WRONG, "full", {"delta[pass] -= *row_of": "delta[pass] += *row_of"}),
+    "d_lse added": Mistake(WRONG, "full", {"delta -= *row_of": "delta += *row_of"}),
     "no slope": Mistake(
         WRONG, "a slope", {"s[i] *= variant::slope(params, seen.head, row, key, near, plain[i]);": "s[i] *= 1;"},
     ),

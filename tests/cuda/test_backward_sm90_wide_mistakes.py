@@ -78,7 +78,7 @@ MISTAKES: dict[str, Mistake] = {
     ),
     "both halves in one": Mistake(f"{WRONG}|deadlock", "d 256", {"* TURNS + (WIDE ? number : 0)": "* TURNS"}),
     "turns of the first half begin at 0": Mistake(
-        "deadlock.*for another block", "d 256", {"if (threadIdx.x < TURNS)": "if (threadIdx.x < 1)"}
+        "deadlock.*for another block", "d 256", {"thread < TURNS)": "thread < 1)"}
     ),
     "a place of the other storer": Mistake(
         f"{WRONG}|{UNFENCED}",
@@ -134,9 +134,7 @@ MISTAKES: dict[str, Mistake] = {
 # Where there is no order: all key tiles add.
 UNORDERED: dict[str, Mistake] = {
     "sums that do not begin at 0": Mistake(WRONG, "d 256", {"sums[i] = make_float4(0, 0, 0, 0)": "sums[i] = sums[i]"}),
-    "half of the sums begin at 0": Mistake(
-        WRONG, "d 256", {"i < 2 * HALF_BYTES / 16; i +=": "i < HALF_BYTES / 16; i +="}
-    ),
+    "half of the sums begin at 0": Mistake(WRONG, "d 256", {"i < HALF_BYTES / 16; i +=": "i < HALF_BYTES / 32; i +="}),
     "a sum that is stored": Mistake(WRONG, "d 256", {"!FIRST_STORES ? 1 :": "!FIRST_STORES ? 0 :"}),
     "sums taken for empty": Mistake(WRONG, "d 256", {"FIRST_STORES ? 0 : 1;": "0;"}),
 }

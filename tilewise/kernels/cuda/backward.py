@@ -53,7 +53,7 @@ class PreparedBackward:
 
     arrangement: Arrangement
     kernels: Sequence[Prepared]
-    space: Sequence[int]  # numbers that they need beside their arrays
+    space: Sequence[int]  # numbers that they need beside their arrays; the last are counts
     types: Sequence[Any]  # of the gradients of q, k and v
 
     def run(
@@ -64,7 +64,8 @@ class PreparedBackward:
 
     def launch(self, every: dict[str, Any], loaded: Sequence[Any], sinks: Any) -> Grads:
         # Of the stream: another launch may run beside this one.
-        space = [torch.empty(count, dtype=torch.float32, device=every["q"].device) for count in self.space]
+        space = [torch.empty(count, dtype=torch.float32, device=every["q"].device) for count in self.space[:-1]]
+        space += [torch.zeros(count, dtype=torch.int32, device=every["q"].device) for count in self.space[-1:]]
         parts = [every[name] for name in OPERANDS], loaded, [every[name] for name in BACKWARD_ARRAYS], space
         addresses = [0 if x is None else x.data_ptr() for part in parts for x in part]
         for kernel in self.kernels:

@@ -99,15 +99,6 @@ class _BackwardSm90:
         return {}
 
 
-class BackwardRows(_BackwardSm90):
-    """First, what is to be known of each query, by four threads."""
-
-    name = "backward_sm90_rows"
-
-    def threads(self, tile: Tile) -> int:
-        return 4 * tile.q
-
-
 class BackwardProducts(_BackwardSm90):
     """d_k and d_v lie in registers, d_q in sums in memory, which are rounded when all key tiles of a head are done."""
 
@@ -157,18 +148,17 @@ class WideBackwardProducts(BackwardProducts):
 
 
 class Hoppers:
-    """Hopper's backward pass: two kernels, one after the other."""
+    """Hopper's backward pass: one kernel."""
 
     def __init__(self, ordered: bool) -> None:
         self.ordered = ordered
-        self._first = BackwardRows(ordered)
         self._products = {False: BackwardProducts(ordered), True: WideBackwardProducts(ordered)}
 
     def unsupported(self, shape: Shape) -> str | None:
-        return self._first.unsupported(shape)
+        return self.rung(shape).unsupported(shape)
 
-    def rungs(self, shape: Shape) -> tuple[Rung, Rung]:
-        return self._first, self._products[self._is_wide(shape)]
+    def rung(self, shape: Shape) -> Rung:
+        return self._products[self._is_wide(shape)]
 
     def _is_wide(self, shape: Shape) -> bool:
         return max(shape.d, shape.d_v) > _BackwardSm90.NARROW
@@ -177,8 +167,8 @@ class Hoppers:
         """How many numbers of 4 bytes it needs beside its results; q_tiles: of all heads."""
         rows = q_tiles * tile.q
         turns = 2 * q_tiles if self._is_wide(shape) else q_tiles
-        sums, done = rows * columns_of_sums(shape), shape.batch * shape.heads_k
-        return {"rows": 2 * rows, "sums": sums, "turns": turns, "done": done}
+        sums, counts = rows * columns_of_sums(shape), 2 * shape.batch * shape.heads_k
+        return {"rows": 2 * rows, "sums": sums, "turns": turns, "counts": counts}
 
 
 def columns_of_sums(shape: Shape) -> int:

@@ -49,9 +49,9 @@ def sources_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> li
 def gradient_sources_of(spec: Attention, shape: Shape, capability: tuple[int, int]) -> list[Source]:
     """Those of the backward pass of such a call."""
     if capability == HOPPER and BACKWARD_SM90.unsupported(shape) is None:
-        tile = BACKWARD_SM90.rungs(shape)[0].default_tile(spec, shape)
+        tile = BACKWARD_SM90.rung(shape).default_tile(spec, shape)
         looks = [assembled(REFINE_BACKWARD, spec, shape, tile)[0]] if reads_arrays(spec) else []
-        return [*backward_sources_of(BACKWARD_SM90, spec, shape), *looks]
+        return [backward_source_of(BACKWARD_SM90, spec, shape), *looks]
     slope = score_slopes(spec)[S]
     tiles = {rung: rung.fitting(rung.default_tile(spec, shape), shape) for rung in BACKWARD}
     return [assembled(rung, spec, shape, tile, tables=False, slope=slope)[0] for rung, tile in tiles.items()]
@@ -62,8 +62,7 @@ def reads_arrays(spec: Attention) -> bool:
     return spec.mask is not None and any(not slot.constant for slot in loads(spec.mask))
 
 
-def backward_sources_of(hoppers: Hoppers, spec: Attention, shape: Shape) -> list[Source]:
-    """Those of Hopper's kernels of the backward pass, in their order."""
-    slope, rungs = score_slopes(spec)[S], hoppers.rungs(shape)
-    tile = rungs[0].default_tile(spec, shape)
-    return [assembled(rung, spec, shape, tile, slope=slope)[0] for rung in rungs]
+def backward_source_of(hoppers: Hoppers, spec: Attention, shape: Shape) -> Source:
+    """That of Hopper's kernel of the backward pass."""
+    rung = hoppers.rung(shape)
+    return assembled(rung, spec, shape, rung.default_tile(spec, shape), slope=score_slopes(spec)[S])[0]

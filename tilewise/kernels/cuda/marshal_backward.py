@@ -76,26 +76,25 @@ def launch(
     made.section, made.sections = section, sections = _sections(shape, by_key, at_once, ordered)
     made.share, made.shares = _shares(shape, tile, by_query)
     made.behind = min(sections - 1, math.ceil(_UNDER_WAY * at_once / (section * by_key.tiles)))
-    made.items = marshal.blocks(shape, by_key, by_key=True) + made.shares * (made.heads + made.behind * section)
+    # Rows are there a round of key tiles before they are needed; the last section deals none.
+    before_all = max(made.heads - (sections - 1) * section, math.ceil(at_once / max(1, by_key.tiles)))
+    made.ahead = min(made.heads, before_all)
+    rows = made.ahead + (sections - 1) * section
+    made.items = marshal.blocks(shape, by_key, by_key=True) + made.shares * (rows + made.heads + made.behind * section)
     return made  # type: ignore[no-any-return]
 
 
 _UNDER_WAY = 1.5  # key tiles a block that may not be done when d_q of those before is to be rounded, and some to spare
-_SHARE = 1 << 17  # bytes of sums that a block rounds at a time: about as many as its registers hold
+_SHARE = 1 << 17  # bytes of sums that a block rounds at a time, or of rows: about as many as its registers hold
 
 
 def _shares(shape: Shape, tile: Tile, by_query: Tables) -> tuple[int, int]:
-    """Query tiles of a share of d_q, and shares of a key head."""
+    """Query tiles of a share of rows and of d_q, and shares of a key head."""
     share = max(1, _SHARE // (4 * tile.q * columns_of_sums(shape)))
     return share, -(-by_query.tiles * shape.group // share)
 
 
 # -- what blocks take -------------------------------------------------------------------------------------------------
-
-
-def blocks(launch: Any, shape: Shape, by_query: Tables, at_once: int) -> tuple[int, int]:
-    """Of Hopper's kernels of the backward pass: a block a query tile, and as many as run at once."""
-    return marshal.blocks(shape, by_query), min(launch.items, at_once)
 
 
 def _sections(shape: Shape, by_key: Tables, at_once: int, ordered: bool) -> tuple[int, int]:

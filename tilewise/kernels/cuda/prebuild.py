@@ -11,7 +11,7 @@ from itertools import product
 from tilewise.expr import Expr, K, Q
 from tilewise.kernels.cuda import compiler
 from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
-from tilewise.kernels.cuda.choice import HOPPER, backward_sources_of, source_of
+from tilewise.kernels.cuda.choice import HOPPER, backward_source_of, source_of
 from tilewise.kernels.cuda.source import Source
 from tilewise.spec import Attention, Shape
 from tilewise.variants.causal import causal
@@ -32,7 +32,7 @@ def common() -> list[Source]:
     found: dict[str, Source] = {}
     for d, dtype, n, mask in product(DIMENSIONS, DTYPES, LENGTHS, masks()):
         spec, shape = Attention(d**-0.5, mask), Shape(1, 1, 1, n, n, d, d, dtype)
-        sources = [source_of(spec, shape, HOPPER), *backward_sources_of(BACKWARD_SM90, spec, shape)]
+        sources = [source_of(spec, shape, HOPPER), backward_source_of(BACKWARD_SM90, spec, shape)]
         found |= {source.text: source for source in sources}
     return list(found.values())
 

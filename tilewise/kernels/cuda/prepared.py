@@ -179,39 +179,34 @@ def prepare_backward(
 def prepare_backward_sm90(
     hoppers: Hoppers, spec: Attention, shape: Shape, views: dict[str, View], loaded: Sequence[View], device: int
 ) -> tuple[list[Prepared], list[int]]:
-    """Hopper's kernels of a backward pass, as above, and how many floats each of structs.WORKSPACE has, whose addresses
-    follow the others. There are queries and keys."""
+    """Hopper's kernel of a backward pass, as above, and how many numbers each of structs.WORKSPACE has, whose addresses
+    follow the others; the last are 0 at first. There are queries and keys."""
     gpu.ensure_context(device)
-    rungs = hoppers.rungs(shape)
-    tile = rungs[0].default_tile(spec, shape)
-    by_key, numbers = launcher.tables_on(device, spec, shape, tile, rungs[0])
+    rung = hoppers.rung(shape)
+    tile = rung.default_tile(spec, shape)
+    by_key, numbers = launcher.tables_on(device, spec, shape, tile, rung)
     by_query, numbers_by_query = launcher.tables_on(device, spec, shape, tile, BACKWARD[0])
     copied = all(view.address % 16 == 0 for view in loaded)
     at_once = gpu.multiprocessors(device)
-    made = []
-    for number, rung in enumerate(rungs):
-        source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers, copied=copied)
-        in_order = [loaded[order.index(i)] for i in range(len(order))]
-        names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
-        described = marshal_backward.maps(views, shape.dtype, tile, source.table, in_order, names)
-        maps = {name: x.encoded() for name, x in described.items()}
-        at = numbers_by_query.data_ptr()
-        launch = marshal_backward.launch(full, shape, tile, by_key, by_query, at, maps, at_once, hoppers.ordered)
-        blocks = marshal_backward.blocks(launch, shape, by_query, at_once)[number]
-        refining = None
-        if rung is rungs[1]:  # which follows the plans
-            tables_at = at, numbers.data_ptr()
-            refining = _backward_refining(spec, shape, tile, launch, by_query, by_key, tables_at, order, device)
-        inner, kind = type(launch).backward.offset, type(full)
-        further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
-        further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
-        first = len(OPERANDS) + len(order)
-        mapped = [0, 1, 2, *(first + structs.BACKWARD_ARRAYS.index(name) for name in names[3:])]
-        mapped += [] if source.table is None else [len(OPERANDS) + order.index(source.table.slot)]
-        places = [place + inner // _WORD for place in _places(full, order, False)]
-        tables = [numbers, numbers_by_query]
-        made.append(Prepared(device, source, blocks, launch, [*places, *further], tables, refining, mapped))
-    return made, list(hoppers.workspace(tile, shape, marshal.blocks(shape, by_query)).values())
+    source, full, order = backward_of(rung, spec, shape, tile, views, loaded, by_key, numbers, copied=copied)
+    in_order = [loaded[order.index(i)] for i in range(len(order))]
+    names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
+    described = marshal_backward.maps(views, shape.dtype, tile, source.table, in_order, names)
+    maps = {name: x.encoded() for name, x in described.items()}
+    at = numbers_by_query.data_ptr()
+    launch = marshal_backward.launch(full, shape, tile, by_key, by_query, at, maps, at_once, hoppers.ordered)
+    tables_at = at, numbers.data_ptr()
+    refining = _backward_refining(spec, shape, tile, launch, by_query, by_key, tables_at, order, device)
+    inner, kind = type(launch).backward.offset, type(full)
+    further = [(inner + getattr(kind, name).offset) // _WORD for name in structs.BACKWARD_ARRAYS]
+    further += [getattr(type(launch), name).offset // _WORD for name in structs.WORKSPACE]
+    first = len(OPERANDS) + len(order)
+    mapped = [0, 1, 2, *(first + structs.BACKWARD_ARRAYS.index(name) for name in names[3:])]
+    mapped += [] if source.table is None else [len(OPERANDS) + order.index(source.table.slot)]
+    places = [place + inner // _WORD for place in _places(full, order, False)]
+    tables, blocks = [numbers, numbers_by_query], min(launch.items, at_once)
+    made = Prepared(device, source, blocks, launch, [*places, *further], tables, refining, mapped)
+    return [made], list(hoppers.workspace(tile, shape, marshal.blocks(shape, by_query)).values())
 
 
 def backward_of(

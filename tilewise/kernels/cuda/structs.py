@@ -125,7 +125,7 @@ class Gathering(Structure):
     ]  # fmt: skip
 
 
-WORKSPACE = ("rows", "sums", "turns", "done")
+WORKSPACE = ("rows", "sums", "turns", "counts")
 
 
 @cache
@@ -140,7 +140,8 @@ def backward_launch_type(n_arrays: int) -> type[Structure]:
             *((name, c_void_p) for name in WORKSPACE),
             *((name, c_int32) for name in ("q_tiles", "offsets_apart")),
             ("next_item", c_void_p),
-            *((name, c_int32) for name in ("items", "section", "sections", "heads", "share", "shares", "behind")),
+            *((name, c_int32) for name in ("items", "section", "sections", "heads")),
+            *((name, c_int32) for name in ("share", "shares", "behind", "ahead")),
         ]  # fmt: skip
 
     return BackwardLaunch

@@ -187,27 +187,26 @@ def _launch_tiled(
 def _launch_sm90(
     hoppers: Hoppers, spec: Attention, shape: Shape, views: dict[str, View], order: Order, seed: int
 ) -> None:
-    rungs = hoppers.rungs(shape)
-    tile = rungs[0].default_tile(spec, shape)
-    by_key, by_query = (marshal.tables(spec, shape, tile, rung) for rung in (rungs[0], BACKWARD[0]))
+    rung = hoppers.rung(shape)
+    tile = rung.default_tile(spec, shape)
+    by_key, by_query = (marshal.tables(spec, shape, tile, x) for x in (rung, BACKWARD[0]))
     q_tiles = marshal.blocks(shape, by_query)
     if q_tiles == 0:
         return
     numbers = hoppers.workspace(tile, shape, q_tiles)
     space = {name: np.full(count, -1, np.int32) for name, count in numbers.items()}  # NaN, as floats
+    space["counts"][:] = 0
     space["next_item"] = np.zeros(1, np.int32)
-    for number, rung in enumerate(rungs):
-        text, full, held = _backward_of(rung, spec, shape, tile, views, by_key, copied=True)
-        loaded = [View.of_numpy(x) for x in held]
-        names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
-        copied = marshal_backward.maps(views, shape.dtype, tile, text.table, loaded, names)
-        maps = {name: bytes(x.simulated()) for name, x in copied.items()}
-        at = int(by_query.numbers.ctypes.data)
-        made = marshal_backward.launch(full, shape, tile, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)
-        for name, x in space.items():
-            setattr(made, name, int(x.ctypes.data))
-        blocks = marshal_backward.blocks(made, shape, by_query, MULTIPROCESSORS)[number]
-        _launch(text, made, blocks, order, seed)
+    text, full, held = _backward_of(rung, spec, shape, tile, views, by_key, copied=True)
+    loaded = [View.of_numpy(x) for x in held]
+    names = (*structs.BACKWARD_OPERANDS, *structs.BACKWARD_RESULTS)
+    copied = marshal_backward.maps(views, shape.dtype, tile, text.table, loaded, names)
+    maps = {name: bytes(x.simulated()) for name, x in copied.items()}
+    at = int(by_query.numbers.ctypes.data)
+    made: Any = marshal_backward.launch(full, shape, tile, by_key, by_query, at, maps, MULTIPROCESSORS, hoppers.ordered)
+    for name, x in space.items():
+        setattr(made, name, int(x.ctypes.data))
+    _launch(text, made, min(made.items, MULTIPROCESSORS), order, seed)
 
 
 def _backward_of(

@@ -18,6 +18,7 @@
 #include "sm90_table.h"
 #include "sm90_backward_producer.h"
 #include "sm90_backward_outbox.h"
+#include "sm90_backward_rows.h"
 #include "sm90_backward_d_query.h"
 #include "sm90_backward_consumer.h"
 

@@ -40,11 +40,13 @@ struct Launch {  // as in ../structs.py
     float* rows;  // of each query tile of each head: -lse, by which exponents are shifted, then -delta, with which d_p begins
     float* sums;  // of each query tile of each head: d_q / scale, in the order in which threads hold it
     int* turns;  // of each of those, or of each half: how many key tiles were added; without an order, whether one was
-    int* done;  // of each key head: two for each key tile whose part of d_q is in the sums
+    int* counts;  // of each key head, 0 at first: two for each share of its rows that is there; two for each key tile whose
+                  // part of d_q is in the sums
     int q_tiles, offsets_apart;  // query tiles of all sequences; from one tile's offsets to the next one's, in both plans
     int* next_item;
     int items, section, sections, heads;  // as in sm90.h, of key heads; items are key tiles, and shares of d_q
     int share, shares, behind;  // query tiles of a share, shares of a key head; sections from its key tiles to its d_q
+    int ahead;  // heads whose rows come before all key tiles
 };
 
 // A query tile of one head, in the count of all; `tile` counts those of all sequences.
@@ -52,26 +54,41 @@ __device__ __forceinline__ int64 tile_of(const Launch& launch, int b, int h, int
     return (int64(b) * launch.backward.params.heads + h) * launch.q_tiles + tile;
 }
 
-// Of a key head: where it is counted which of its key tiles are done. Two storers tell of each.
-__device__ __forceinline__ int* done_of(const Launch& launch, int b, int hk) {
+// Of a key head: where it is counted which shares of its rows are ready, of which two warpgroups tell, and which of its key
+// tiles are done, of each of which two storers tell.
+__device__ __forceinline__ int* ready_of(const Launch& launch, int b, int hk) {
     const Params& params = launch.backward.params;
-    return launch.done + b * (params.heads / params.group) + hk;
+    return launch.counts + 2 * (b * (params.heads / params.group) + hk);
+}
+__device__ __forceinline__ int* done_of(const Launch& launch, int b, int hk) { return ready_of(launch, b, hk) + 1; }
+__device__ __forceinline__ void wait_until_ready(const Launch& launch, int b, int hk) {
+    hw::wait_for_number(ready_of(launch, b, hk), 2 * launch.shares);
 }
 
-// What a block takes: a key tile of a key head, or a share of its d_q. The heads of a section take turns, their key tiles in
-// order; then comes d_q of a section before it, whose key tiles should be done by now, or, if it is the last, of all that
-// are left. The first sections have none before them: then there is nothing to do.
+// What a block takes: a key tile of a key head, or a share of its queries' rows, before, or of its d_q, behind. Rows of the first
+// heads come first. Then the heads of a section take turns, their key tiles in order; around these come the rows of as many
+// later heads, and d_q of a section before, whose key tiles should be done by now, or, if it is the last, of all that are left.
+// The first sections have none before them, and to the last rows nothing is left: then there is nothing to do.
+enum Work_kind { KEYS, ROWS, D_QUERY };
 struct Taken {
-    int head, number;
-    bool is_d_q;
+    int head, number, kind;
 };
 __device__ __forceinline__ Taken taken_at(const Launch& launch, int index) {
-    const int tiles = launch.backward.params.tiles, section = launch.section;
-    const int number = min(index / (section * (tiles + launch.shares)), launch.sections - 1);
-    const int before = number * section, here = number == launch.sections - 1 ? launch.heads - before : section;
-    const int rest = index - before * (tiles + launch.shares), of_d_q = rest - here * tiles;
-    if (of_d_q < 0) return {before + rest % here, rest / here, false};
-    return {before - launch.behind * section + of_d_q / launch.shares, of_d_q % launch.shares, true};
+    const int tiles = launch.backward.params.tiles, section = launch.section, shares = launch.shares;
+    if (index < launch.ahead * shares) return {index / shares, index % shares, ROWS};
+    index -= launch.ahead * shares;
+    const int apart = section * (tiles + 2 * shares), number = min(index / apart, launch.sections - 1);
+    const bool is_last = number == launch.sections - 1;
+    const int before = number * section, here = is_last ? launch.heads - before : section;
+    int rest = index - number * apart;
+    if (!is_last && rest < section * shares) {
+        const int head = launch.ahead + before + rest / shares;
+        return {head < launch.heads ? head : -1, rest % shares, ROWS};
+    }
+    if (!is_last) rest -= section * shares;
+    const int of_d_q = rest - here * tiles;
+    if (of_d_q < 0) return {before + rest % here, rest / here, KEYS};
+    return {before - launch.behind * section + of_d_q / shares, of_d_q % shares, D_QUERY};
 }
 
 // The query tiles that a key tile meets, head by head of its group, each from the last to the first. All key tiles go the
@@ -170,10 +187,10 @@ struct Shared {
     __device__ __forceinline__ uint32 delta(int stage) const { return base + DELTA + stage * ROWS_BYTES; }
 
     // A key tile: which one of which sequence and key head, how many query tiles it meets, which key of all is its first, and
-    // how many are left from there on; -1 if there are no more. Or a share of d_q, that one of the key head's, with OF_D_Q for
-    // visits. There is room for the one at hand and for the next. The query tile at hand, of each stage of q. And of each stage of d_out,
+    // how many are left from there on; -1 if there are no more. Or a share of rows or of d_q, that one of the key head's, with OF_ROWS
+    // or OF_D_Q for visits. There is room for the one at hand and for the next. The query tile at hand, of each stage of q. And of each stage of d_out,
     // where what is added to d_q goes, and after how many other key tiles'.
-    static constexpr int OF_D_Q = -1;
+    static constexpr int OF_D_Q = -1, OF_ROWS = -2;
     struct Item {
         int j, sequence, b, hk, visits, first_key, left;
     };

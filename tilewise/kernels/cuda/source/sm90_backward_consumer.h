@@ -299,9 +299,11 @@ template <class Kernel> struct Consumer : Kernel {
             this->settle();
             if (__shfl_sync(~0u, this->item().j, 0) < 0) return;
             const int visits = __shfl_sync(~0u, this->item().visits, 0);
-            if (visits == Shared::OF_D_Q) {
+            if (visits < 0) {
                 pass_v();
-                DQuery(this->launch, this->shared, this->number).round(let_go());
+                const Shared::Item item = let_go();
+                if (visits == Shared::OF_ROWS) Rows(this->launch, this->number).round(item);
+                else DQuery(this->launch, this->shared, this->number).round(item);
             } else {
                 meet_queries(visits);
                 this->finish(let_go());

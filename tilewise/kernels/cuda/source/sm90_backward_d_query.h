@@ -25,7 +25,10 @@ struct DQuery {
     // A share of the query tiles of all heads that have this key head. While one is stored the next ones are read.
     __device__ __forceinline__ void round(const Shared::Item& item) {
         const Params& params = launch.backward.params;
-        if (lane == 0) hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);
+        if (lane == 0) {
+            wait_until_ready(launch, item.b, item.hk);  // which key tiles that meet no query did not wait for
+            hw::wait_for_number(done_of(launch, item.b, item.hk), 2 * params.tiles);
+        }
         __syncwarp();
         if (SENDS) hw::barrier_sync(Shared::D_S_WRITTEN, 256);  // both have multiplied all d_s: its places are free
         const int first = item.j * launch.share, last = min(first + launch.share, params.group * launch.q_tiles);

@@ -60,7 +60,7 @@ struct Loader {
     }
     __device__ __forceinline__ Shared::Item item_of(const Taken& at) const {
         const int heads_k = params.heads / params.group, b = at.head / heads_k, hk = at.head % heads_k;
-        if (at.is_d_q) return {at.number, 0, b, hk, Shared::OF_D_Q, 0, 0};
+        if (at.kind != KEYS) return {at.number, 0, b, hk, at.kind == ROWS ? Shared::OF_ROWS : Shared::OF_D_Q, 0, 0};
         const int number = sequence_of_tile(params.sequences, params.n_sequences, at.number);
         const Sequence& sequence = params.sequences[number];
         const int j = at.number - __ldg(&sequence.first_tile), first = j * TILE_K;
@@ -98,7 +98,7 @@ struct Loader {
             const Taken taken = taken_at(launch, index);
             if (taken.head < 0) continue;
             Shared::Item item = item_of(taken);
-            if (taken.is_d_q) {
+            if (taken.kind != KEYS) {
                 tell(item);
                 bring_nothing(shared.k_free(), shared.k_full());
                 items++;
@@ -110,6 +110,7 @@ struct Loader {
             fetch_keys<K_PARTS>(&launch.k, item);
             bool is_met = at.next();
             QueryPlace place(at);
+            await_rows(item);
             wait_together(shared.k_free(), items % 2 ^ 1);
             // 1 load k
             load<TILE_K, K_PARTS>(shared.k(), &launch.k, shared.k_full(), item.first_key, item.hk, item.b, item.left);
@@ -133,6 +134,14 @@ struct Loader {
         }
         tell({-1, 0, 0, 0, 0, 0, 0});
         bring_nothing(shared.k_free(), shared.k_full());
+    }
+    // The rows of its queries, which the copy engine is to bring.
+    __device__ __forceinline__ void await_rows(const Shared::Item& item) const {
+        if (lane == 0) {
+            wait_until_ready(launch, item.b, item.hk);
+            hw::fence_async_global();
+        }
+        __syncwarp();
     }
     // To a place of keys, or of values: that the item is there is all there is to know.
     __device__ __forceinline__ void bring_nothing(uint32 free, uint32 full) const {
@@ -168,7 +177,7 @@ struct Loader {
             if (item.j < 0) return;
             __syncwarp();  // all lanes have read the item
             if (lane == 0) hw::mbarrier_arrive(shared.item_free(items % 2));
-            if (item.visits == Shared::OF_D_Q) {
+            if (item.visits < 0) {
                 bring_nothing(shared.v_free(), shared.v_full());
                 continue;
             }
@@ -176,6 +185,7 @@ struct Loader {
             Visits at(launch, item.sequence, item.b, item.hk, item.j);
             bool is_met = at.next();
             QueryPlace place(at);
+            await_rows(item);
             wait_together(shared.v_free(), items % 2 ^ 1);
             // 1 load v
             load<TILE_K, O_PARTS>(shared.v(), &launch.v, shared.v_full(), item.first_key, item.hk, item.b, item.left);
@@ -221,7 +231,7 @@ struct Storer {
             if (item.j < 0) return;
             __syncwarp();  // all lanes have read the item
             if (leads) hw::mbarrier_arrive(shared.item_free(items % 2));
-            if (item.visits == Shared::OF_D_Q) continue;
+            if (item.visits < 0) continue;
             steps += item.visits;
             for (; int(steps - step) > 0; step += WIDE ? 1 : 2) add(step);
             if (leads) tell_done(done_of(launch, item.b, item.hk));
