@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.linear.cases_on_gpu import RAW
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
+from tilewise.linear.kernels.operands import tensors_of
 
 TRITON = dispatch.kernel("triton")
 pytestmark = pytest.mark.skipif(TRITON.unavailable() is not None, reason=str(TRITON.unavailable()))
@@ -28,6 +31,39 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", IN_SEGMENTS, ids=lambda case: case.name)
 def test_segments(case: LinearCase) -> None:
     contract.check(TRITON, case.problem(), chunk=16)
+
+
+PLAIN = [
+    LinearCase("segments", 1, 2, 2, n=70, d=16, d_v=16, **RAW),
+    LinearCase("grouped, carried, scaled", 2, 4, 2, n=50, d=16, d_v=16, carried=True, scale=0.5, **RAW),
+    LinearCase("heads that are padded", 1, 2, 1, n=37, d=40, d_v=24, **RAW),
+    LinearCase("packed", lengths=(0, 21, 21, 60), d=16, d_v=16, carried=True, **RAW),
+]
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
+def test_plain_calls_have_a_kernel_of_their_own(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.linear.kernels.triton.tape import Tape
+
+    launched: list[str] = []
+    launch = Tape.launch
+    monkeypatch.setattr(Tape, "launch", lambda tape, kernel, *args, **named: (
+        launched.append(kernel.fn.__name__), launch(tape, kernel, *args, **named)
+    ))  # fmt: skip
+    contract.check(TRITON, case.problem(), chunk=16)
+    assert "plain_outputs" in launched and "outputs" not in launched
+
+
+@pytest.mark.parametrize("other", [{"feature_map": "elu"}, {"normalize": True}, {"dtype": "float16"}, {"decay": "head"},
+                                   {"d_v": 80}, {"causal": False}], ids=str)  # fmt: skip
+def test_other_calls_are_not_plain(other: dict[str, Any]) -> None:
+    from tilewise.linear.kernels.triton.launch import Call, segments_of
+    from tilewise.linear.kernels.triton.tape import Tape
+
+    for options, is_plain in (({}, True), (other, False)):
+        problem = tensors_of(LinearCase("any", n=9, **{"d": 16, "d_v": 16, **RAW, **options}).problem(), lambda x: x)
+        assert Call(problem, segments_of(problem), None, Tape()).is_plain is is_plain
 
 
 @pytest.mark.usefixtures("short_segments")

@@ -14,7 +14,7 @@ TILE = 64  # queries of a block, keys and columns of y that it takes at a time
 BLOCKS = 132  # that run at once on an H200, each with most of a multiprocessor's shared memory
 # What `auto` takes: as many steps, one behind the other, are faster than attention and a product behind it. From
 # `tilewise bench --gpu projection`: the most steps of a case that is not slower than its best peer, and of all cases
-# with fewer. On an H200 a step takes a microsecond, and there is no such case: it is for those who call it by name.
+# with fewer. On an H200 a step takes 0.7 us or more, and there is no such case: it is for those who call it by name.
 MOST_STEPS = 0
 
 
