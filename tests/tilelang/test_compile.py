@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,6 +103,18 @@ def test_warpgroups_take_turns_when_they_compute(asked: Asked) -> None:
     waits, goes_on = ("tl::__sync_thread_partial(((((int)threadIdx.x) >> 7) + 7), 256)", "tl::__named_barrier_arrive")
     assert (computes.count(waits), computes.count(goes_on)) == (1, 1)
     assert (loads.count("__sync_thread_partial"), loads.count(goes_on)) == (0, 0)
+
+
+@needs_tilelang
+@pytest.mark.parametrize("heads_first", [True, False])
+@pytest.mark.parametrize("asked", [Asked("forward"), *map(_slow, (Asked("d_query"), Asked("d_keys")))])
+def test_blocks_are_counted_by_heads_or_by_tiles(asked: Asked, heads_first: bool) -> None:
+    """How many there are of each, and which of them a block has: the head that its rows are stored to."""
+    _, kernel = asked.text(heads_first=heads_first)
+    text = compiler.source(kernel, asked.arch)
+    assert ("dim3(heads, tiles, batch)" if heads_first else "dim3(tiles, heads, batch)") in text
+    stored = re.findall(r"tl::tma_store\(.*, \(\(int\)blockIdx\.(.)\), \(\(int\)blockIdx\.z\)\)", text)
+    assert set(stored) == {"x" if heads_first else "y"}
 
 
 @needs_nvcc

@@ -16,7 +16,15 @@ from tilewise.cases import Case
 from tilewise.contract import gradients_to_pull
 from tilewise.kernels.tables import tables
 from tilewise.kernels.tilelang import architecture, support
-from tilewise.kernels.tilelang.choices import LEAST_SHARED_MEMORY, SHARED_MEMORY, Pass, chosen, shared_bytes
+from tilewise.kernels.tilelang.choices import (
+    LEAST_SHARED_MEMORY,
+    SHARED_MEMORY,
+    Pass,
+    chosen,
+    heads_first,
+    shared_bytes,
+)
+from tilewise.kernels.tilelang.compiler import C
 from tilewise.schedule import Kind, plan
 from tilewise.spec import Attention, Shape, Tile
 
@@ -145,6 +153,23 @@ def test_wide_tiles_are_for_products_that_the_copy_engine_feeds() -> None:
     wide, narrow = (chosen(Pass.FORWARD, spec, shape, "sm_90a").tile for spec in (plain, capped))
     assert wide.k > narrow.k == 128
     assert chosen(Pass.FORWARD, plain, shape, "sm_90a", aligned=False).tile.k == 64
+    for kind, d in ((Pass.D_QUERY, 64), (Pass.D_QUERY, 128), (Pass.D_KEYS, 64)):
+        wide, narrow = (chosen(kind, spec, replace(shape, d=d, d_v=d), "sm_90a").tile for spec in (plain, capped))
+        assert wide.q * wide.k > narrow.q * narrow.k
+
+
+def test_heads_come_first_where_a_mask_makes_tiles_differ_and_the_cache_holds_them_all() -> None:
+    pytest.importorskip("torch")
+    from tilewise.kernels.tilelang.call import builds_of
+
+    shape = Shape(4, 16, 16, 4096, 4096, 128, 128, dtype="bfloat16")
+    full, causal = Attention(1.0), Attention(1.0, tw.causal())
+    assert heads_first(causal, shape, "sm_90a")
+    assert not heads_first(full, shape, "sm_90a")
+    assert not heads_first(causal, replace(shape, n_k=16384), "sm_90a")
+    assert not heads_first(causal, shape, C)
+    by_name = {x.kernel: x.heads_first for x in builds_of(causal, replace(shape, backward=True), "sm_90a")}
+    assert by_name == {"rows": False, "d_query": True, "d_keys": True}
 
 
 def test_what_the_tests_on_a_gpu_take_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

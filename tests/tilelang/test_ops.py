@@ -27,8 +27,8 @@ def _values(*exprs: Expr) -> tuple[Array, list[Array]]:
 
     variant = Variant({f"value{i}": expr for i, expr in enumerate(exprs)}, loads(*exprs))
     build = Build(
-        "table", C, "float32", 1, 1, Tile(), 0, 1, turns=False, raw=False, has_sinks=False, shared_keys=False,
-        packed=False, from_zero=False, aligned=True, **told_of(variant),
+        "table", C, "float32", 1, 1, Tile(), 0, 1, turns=False, heads_first=False, raw=False, has_sinks=False,
+        shared_keys=False, packed=False, from_zero=False, aligned=True, **told_of(variant),
     )  # fmt: skip
     shape = (SHAPE.batch, SHAPE.heads, SHAPE.n_q, SHAPE.n_k)
     s = np.random.default_rng(0).standard_normal(shape).astype(np.float32)

@@ -43,6 +43,7 @@ class Build:
     stages: int  # tiles that are loaded ahead
     threads: int  # that compute; those that load come on top
     turns: bool  # warpgroups begin their products one after the other
+    heads_first: bool  # blocks have the same tile of all heads, and then the next
     raw: bool  # scores stay products of q and k up to the exponent, which then has the scale in it
     has_sinks: bool
     shared_keys: bool  # by several heads of queries

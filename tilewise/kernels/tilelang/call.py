@@ -13,7 +13,7 @@ from tilewise.derivative import ONE, score_slopes
 from tilewise.expr import S
 from tilewise.kernels.tilelang import library
 from tilewise.kernels.tilelang.build import MODULES, Build, Variant, told_of, told_of_call, variant_of
-from tilewise.kernels.tilelang.choices import Choice, Pass, chosen
+from tilewise.kernels.tilelang.choices import Choice, Pass, chosen, heads_first
 from tilewise.kernels.tilelang.support import MOST_ARRAYS
 from tilewise.kernels.tilelang.visits import visits_on
 from tilewise.kernels.uploads import loaded_on
@@ -25,7 +25,7 @@ _ALIGNED = 16  # bytes, as it takes rows
 
 _READERS = {
     "has_sinks": ("forward",), "shared_keys": ("d_keys",), "raw": tuple(MODULES.keys() - {"simple", "rows"}),
-    "from_zero": tuple(MODULES.keys() - {"simple", "rows"}),
+    "from_zero": tuple(MODULES.keys() - {"simple", "rows"}), "heads_first": ("forward", "d_query", "d_keys"),
 }  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def build_of(
     kernel: str, spec: Attention, shape: Shape, target: str, choice: Choice, variant: Variant, aligned: bool = True
 ) -> Build:
     """What the compiler is asked for. aligned: rows begin at multiples of 16 bytes."""
-    told = told_of_call(spec, shape)
+    told = {**told_of_call(spec, shape), "heads_first": heads_first(spec, shape, target)}
     for name, readers in _READERS.items():  # calls that differ in what a kernel does not look at have the same one
         told[name] = told[name] and kernel in readers
     turns = choice.turns and aligned and not told["packed"]  # else threads wait for each other before every product

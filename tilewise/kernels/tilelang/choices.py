@@ -16,6 +16,7 @@ LEAST_SHARED_MEMORY = 99 << 10
 _RESERVED = 1 << 10  # for barriers
 _WARPGROUP = 128  # threads, which multiply 64 rows at a time
 _ROWS = 64
+_L2_CACHE = 48 << 20  # bytes, of an H200; it has some more
 
 
 class Pass(Enum):
@@ -40,15 +41,21 @@ class Choice:
 # multiple of 16, of queries of 32, whose numbers the copy engine leaves at multiples of 128 bytes.
 _CHOICES = {
     Pass.FORWARD: {
-        64: Choice(Tile(128, 192), 2), 128: Choice(Tile(128, 160), 2), 256: Choice(Tile(128, 64), 2),
+        64: Choice(Tile(192, 128), 2, turns=True), 128: Choice(Tile(128, 160), 2), 256: Choice(Tile(128, 64), 2),
     },
     Pass.ROWS: {256: Choice(Tile(64, 64), 0)},
-    Pass.D_QUERY: {128: Choice(Tile(128, 64), 2), 256: Choice(Tile(64, 64), 1)},
-    Pass.D_KEYS: {128: Choice(Tile(64, 128), 2), 256: Choice(Tile(64, 64), 1)},
+    Pass.D_QUERY: {
+        64: Choice(Tile(192, 96), 2, turns=True), 128: Choice(Tile(128, 96), 2, turns=True),
+        256: Choice(Tile(64, 64), 1),
+    },
+    Pass.D_KEYS: {
+        64: Choice(Tile(96, 128), 2), 128: Choice(Tile(64, 128), 2, turns=True), 256: Choice(Tile(64, 64), 1),
+    },
     Pass.ARRAYS: {256: Choice(Tile(64, 64), 0)},
 }  # fmt: skip
 # Where registers are short: scores are more than products, or threads load rows; these begin anywhere.
-_MOST, _MOST_ANYWHERE = Tile(128, 128), Tile(128, 64)
+_MOST = {Pass.D_QUERY: Tile(128, 64), Pass.D_KEYS: Tile(64, 128)}
+_MOST_OF_OTHERS, _MOST_ANYWHERE = Tile(128, 128), Tile(128, 64)
 _ON_C = Choice(Tile(32, 32), 0)
 
 
@@ -64,7 +71,8 @@ def chosen(
     widest = max(padded(shape.d), padded(shape.d_v))
     found = next(choice for most, choice in _CHOICES[kind].items() if widest <= most)
     if not (spec.raw_scores and spec.lengths is None and aligned):
-        found = _at_most(found, _MOST if aligned else _MOST_ANYWHERE)
+        found = _at_most(found, _MOST.get(kind, _MOST_OF_OTHERS))
+        found = found if aligned else _at_most(found, _MOST_ANYWHERE)
     if wish is not None:
         found = _at_most(found, Tile(_up(wish.q), _up(wish.k)))
     found = _fitting(found, kind, shape, _room(target))
@@ -74,6 +82,16 @@ def chosen(
 
 def _at_most(choice: Choice, tile: Tile) -> Choice:
     return replace(choice, tile=Tile(min(choice.tile.q, tile.q), min(choice.tile.k, tile.k)))
+
+
+def heads_first(spec: Attention, shape: Shape, target: str) -> bool:
+    """Whether blocks have the same tile of all heads, and then the next, in place of one head after the other.
+
+    A mask makes tiles of more and of less work. The most come first; if these are of all heads, little is left to wait
+    for at the end. But what all heads read is then read at one time, and again for each tile: the cache is to hold it.
+    """
+    rows = max(shape.n_q, shape.n_k) * shape.heads * (padded(shape.d) + padded(shape.d_v)) * itemsize(shape.dtype)
+    return target != C and spec.mask is not None and spec.lengths is None and rows <= _L2_CACHE
 
 
 def padded(columns: int) -> int:

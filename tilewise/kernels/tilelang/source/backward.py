@@ -23,6 +23,7 @@ from tilewise.kernels.tilelang.source.tiles import (
     after_kernels_before,
     array,
     begin_turn,
+    blocks,
     done_with,
     end_turn,
     finite,
@@ -141,7 +142,7 @@ def d_query(build, variant):
         a6: loaded(build, 6),
         a7: loaded(build, 7),
     ):
-        with T.Kernel(n.tiles, n.heads, n.batch, threads=build.threads) as (number, h, b):
+        with T.Kernel(*blocks(build, n.tiles, n.heads), n.batch, threads=build.threads) as (x, y, b):
             q_tile = shared([tile_q, depth], dtype)
             d_out_tile = shared([tile_q, columns], dtype)
             k_tile = shared([tile_k, depth], dtype)
@@ -156,6 +157,7 @@ def d_query(build, variant):
 
             share_registers(build)
             after_kernels_before(build)
+            number, h = blocks(build, x, y)
             record = record_of(records, b, h, number)
             hk = T.truncdiv(h, group)
             first = record(FIRST)
@@ -247,7 +249,7 @@ def d_keys(build, variant):
         a6: loaded(build, 6),
         a7: loaded(build, 7),
     ):
-        with T.Kernel(n.tiles, n.heads, n.batch, threads=build.threads) as (number, h, b):
+        with T.Kernel(*blocks(build, n.tiles, n.heads), n.batch, threads=build.threads) as (x, y, b):
             k_tile = shared([tile_k, depth], dtype)
             v_tile = shared([tile_k, columns], dtype)
             q_tile = shared([tile_q, depth], dtype)
@@ -264,6 +266,7 @@ def d_keys(build, variant):
 
             share_registers(build)
             after_kernels_before(build)
+            number, h = blocks(build, x, y)
             record = record_of(records, b, h, number)
             hk = T.truncdiv(h, group)
             first_key = record(FIRST)

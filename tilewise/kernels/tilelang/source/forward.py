@@ -27,6 +27,7 @@ from tilewise.kernels.tilelang.source.tiles import (
     any_of_warp,
     array,
     begin_turn,
+    blocks,
     by_lanes,
     done_with,
     end_turn,
@@ -77,7 +78,7 @@ def forward(build, variant):
         a6: loaded(build, 6),
         a7: loaded(build, 7),
     ):
-        with T.Kernel(n.tiles, n.heads, n.batch, threads=build.threads) as (number, h, b):
+        with T.Kernel(*blocks(build, n.tiles, n.heads), n.batch, threads=build.threads) as (x, y, b):
             q_tile = shared([tile_q, depth], dtype)
             k_tile = shared([tile_k, depth], dtype)
             v_tile = shared([tile_k, columns], dtype)
@@ -95,6 +96,7 @@ def forward(build, variant):
 
             share_registers(build)
             after_kernels_before(build)
+            number, h = blocks(build, x, y)
             record = record_of(records, b, h, number)
             hk = T.truncdiv(h, group)
             first = record(FIRST)

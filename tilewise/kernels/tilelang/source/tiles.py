@@ -57,6 +57,11 @@ class Sizes:
             setattr(self, name, T.dynamic(name))
 
 
+def blocks(build, tiles, heads):
+    """In the order in which blocks are counted: how many there are of each, or which a block has."""
+    return (heads, tiles) if build.heads_first else (tiles, heads)
+
+
 def array(build, name, shape, dtype):
     """A parameter. On a GPU its rows lie anywhere, the numbers of each side by side; elsewhere all are side by side."""
     if not build.on_gpu:
