@@ -25,7 +25,7 @@ from tilewise.spec import Tile
 
 needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
 needs_nvcc = pytest.mark.skipif(compiler.not_installed("sm_90a") is not None, reason="TileLang or nvcc is missing")
-PASSES = {"forward": Pass.FORWARD, "simple": Pass.FORWARD, "rows": Pass.ROWS, "d_query": Pass.D_QUERY}
+PASSES = {"forward": Pass.FORWARD, "simple": Pass.SIMPLE, "rows": Pass.ROWS, "d_query": Pass.D_QUERY}
 VARIANTS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},

@@ -53,7 +53,8 @@ class TileLangKernel:
         return (support.too_much(spec, shape) if self.simple else None) or support.unsupported(spec, shape, target)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
-        return chosen(Pass.FORWARD, spec, shape, self._target(shape.device)).tile
+        kind = Pass.SIMPLE if self.simple else Pass.FORWARD
+        return chosen(kind, spec, shape, self._target(shape.device)).tile
 
     def forward(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Partial:
         """tile: taken as a wish; a GPU's are multiples of 64."""

@@ -99,15 +99,15 @@ class Call:
 
 def builds_of(spec: Attention, shape: Shape, target: str, simple: bool = False) -> list[Build]:
     """The kernels of a call whose rows lie as most do; those that add up gradients of arrays are not among them."""
-    kernels = {"simple" if simple else "forward": Pass.FORWARD}
+    kinds = [Pass.SIMPLE if simple else Pass.FORWARD]
     if shape.backward:
-        kernels = {kind.value: kind for kind in (Pass.ROWS, Pass.D_QUERY, Pass.D_KEYS)}
+        kinds = [Pass.ROWS, Pass.D_QUERY, Pass.D_KEYS]
     slope = score_slopes(spec)[S] if shape.backward else ONE
     plain, with_slope = variant_of(spec), variant_of(spec, **({} if slope is ONE else {"slope": slope}))
-    variants = {"rows": Variant({}, ()), "d_query": with_slope, "d_keys": with_slope}
+    variants = {Pass.ROWS: Variant({}, ()), Pass.D_QUERY: with_slope, Pass.D_KEYS: with_slope}
     return [
-        build_of(name, spec, shape, target, chosen(kind, spec, shape, target), variants.get(name, plain))
-        for name, kind in kernels.items()
+        build_of(kind.value, spec, shape, target, chosen(kind, spec, shape, target), variants.get(kind, plain))
+        for kind in kinds
     ]
 
 

@@ -22,6 +22,7 @@ _L2_CACHE = 48 << 20  # bytes, of an H200; it has some more
 class Pass(Enum):
     """Whose tiles stay, and whose come by."""
 
+    SIMPLE = "simple"
     FORWARD = "forward"
     ROWS = "rows"
     D_QUERY = "d_query"
@@ -40,6 +41,7 @@ class Choice:
 # By the columns of a head, up to these. Each warpgroup has 64 rows of the tiles that stay; those that come by have a
 # multiple of 16, of queries of 32, whose numbers the copy engine leaves at multiples of 128 bytes.
 _CHOICES = {
+    Pass.SIMPLE: {128: Choice(Tile(128, 128), 2), 256: Choice(Tile(128, 64), 2)},
     Pass.FORWARD: {
         64: Choice(Tile(192, 128), 2, turns=True), 128: Choice(Tile(128, 160), 2), 256: Choice(Tile(128, 64), 2),
     },
@@ -134,6 +136,7 @@ def shared_bytes(choice: Choice, kind: Pass, shape: Shape) -> int:
     d, d_v, (q, k) = padded(shape.d), padded(shape.d_v), _sizes(choice.tile)
     stages = max(choice.stages, 1)
     numbers = {
+        Pass.SIMPLE: q * d + stages * k * (d + d_v),
         Pass.FORWARD: q * d + stages * k * (d + d_v),
         Pass.ROWS: 2 * q * d_v,
         Pass.D_QUERY: (q + stages * k) * (d + d_v),

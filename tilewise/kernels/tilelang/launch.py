@@ -104,7 +104,7 @@ def simple(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, target: s
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     for b, h in np.ndindex(*lse.shape[:2] if shape.n_q else (0, 0)):
         one, lse_of_one = torch.empty_like(out[b, h], memory_format=torch.contiguous_format), lse[b, h].clone()
-        call = Call(spec, shape, target, Pass.FORWARD, tile, variant_of(spec), ())
+        call = Call(spec, shape, target, Pass.SIMPLE, tile, variant_of(spec), ())
         heads = {"q": q[b, h], "k": k[b, h // shape.group], "v": v[b, h // shape.group]}
         call.give(**{name: x.clone(memory_format=torch.contiguous_format) for name, x in heads.items()})
         call.take(out=one, lse=lse_of_one)
