@@ -100,7 +100,8 @@ def _backward(made: Call, operands: list[torch.Tensor], tile: Tile | None, targe
 
 
 def _linear(case: LinearCase, target: str) -> None:
-    problem = tensors_of(case.problem(), linear._rows)
+    """Arrays are copied there row by row, packed ones head by head, too."""
+    problem = tensors_of(case.problem(), torch.Tensor.contiguous)
     if linear.refused(problem.shape) is None:
         done = linear_launch.forward(problem, None, target)
         linear_launch.backward(problem, done, torch.zeros_like(done.out), None, None, target)
