@@ -271,6 +271,12 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "gpu-backward-picture": picture("gpu", "backward", "Triton, backward: TFLOP/s beside the peers"),
     "gpu-gradients-picture": picture("gpu", "gradients", "CUDA C++, backward: TFLOP/s beside the peers"),
     "gpu-triton-picture": picture("gpu", "triton", "Triton, forward: TFLOP/s beside FlexAttention"),
+    "gpu-cute-picture": picture("gpu", "cute", "CuTe DSL, forward: TFLOP/s beside the peers"),
+    "gpu-cute_gradients-picture": picture("gpu", "cute_gradients", "CuTe DSL, backward: TFLOP/s beside the peers"),
+    "gpu-tilelang-picture": picture("gpu", "tilelang", "TileLang, forward: TFLOP/s beside the peers"),
+    "gpu-tilelang_gradients-picture": picture(
+        "gpu", "tilelang_gradients", "TileLang, backward: TFLOP/s beside the peers"
+    ),
     "gpu-training-picture": picture("gpu", "training", "Loss of both"),
     "numpy": numpy_table,
     "support-by-shape": lambda results, page: support.by_shape(),
