@@ -100,7 +100,7 @@ def _backward(made: Call, operands: list[torch.Tensor], tile: Tile | None, targe
 
 
 def _linear(case: LinearCase, target: str) -> None:
-    """Arrays are copied there row by row, packed ones head by head, too."""
+    """Tests copy arrays to a GPU head by head, those of packed sequences, too."""
     problem = tensors_of(case.problem(), torch.Tensor.contiguous)
     if linear.refused(problem.shape) is None:
         done = linear_launch.forward(problem, None, target)

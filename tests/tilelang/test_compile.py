@@ -21,7 +21,6 @@ from tilewise.kernels.reads import reads
 from tilewise.kernels.tilelang import compiler
 from tilewise.kernels.tilelang.build import Build, Variant, variant_of
 from tilewise.kernels.tilelang.choices import Pass, chosen
-from tilewise.spec import Tile
 
 needs_tilelang = pytest.mark.skipif(find_spec("tilelang") is None, reason="TileLang is not installed")
 needs_nvcc = pytest.mark.skipif(compiler.not_installed("sm_90a") is not None, reason="TileLang or nvcc is missing")
@@ -56,12 +55,15 @@ class Asked(NamedTuple):
         dtype = BFLOAT16 if self.dtype == "bfloat16" else np.dtype(self.dtype)
         q, k, v = (np.zeros((1, heads, 300, self.d), dtype) for heads in (4, 2, 2))
         call = validate.prepare(q, k, v, **VARIANTS[self.variant])
+        if self.packed:
+            packed, lengths = [x[0].swapaxes(0, 1) for x in (q, k, v)], np.array([0, 77, 300], np.int32)
+            call = validate.prepare_varlen(*packed, lengths, lengths, **VARIANTS[self.variant])
         shape = replace(call.shape, backward=self.kernel not in ("forward", "simple"))
         kind = PASSES.get(self.kernel, Pass.D_KEYS if self.kernel == "d_keys" else Pass.ARRAYS)
         variant = self._with_derivatives(call.spec)
-        choice = chosen(kind, call.spec, shape, self.arch, Tile(128, 128) if self.packed else None, self.aligned)
+        choice = chosen(kind, call.spec, shape, self.arch, aligned=self.aligned)
         build = build_of(self.kernel, call.spec, shape, self.arch, choice, variant, self.aligned)
-        build = replace(build, packed=self.packed, from_zero=not self.packed, **others)
+        build = replace(build, **others)
         with compiler.as_target(self.arch):
             return build, written(self.kernel)(build, variant)
 
@@ -138,6 +140,7 @@ LOOPS = ("forward", "d_query", "d_keys")
 EVERY = [
     *(Asked(kernel, variant) for kernel in LOOPS for variant in VARIANTS if variant != "sinks"),
     *(Asked(kernel, d=d) for kernel in (*LOOPS, "rows") for d in (40, 64, 256)),
+    *(Asked(kernel, "softcap, alibi", d=64) for kernel in LOOPS),
     *(Asked(kernel, packed=True) for kernel in LOOPS),
     *(Asked(kernel, aligned=False) for kernel in LOOPS),
     Asked("forward", "sinks"), Asked("forward", dtype="float16"), Asked("simple", "full"), Asked("simple"),

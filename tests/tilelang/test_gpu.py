@@ -57,6 +57,18 @@ def test_strides_change_nothing(torch: Any, d: int) -> None:
     torch.testing.assert_close(tw.attention(*odd, causal=True, kernel="tilelang"), wanted, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("n", [200, 300])
+def test_gradients_where_the_last_tile_of_queries_has_few(torch: Any, n: int) -> None:
+    """Tiles of 96 go beyond the places that numbers of rows have, which are a multiple of 128."""
+    q, k, v = (_drawn(torch, 2, 4, n, 64, grad=True) for _ in range(3))
+    d_out = _drawn(torch, 2, 4, n, 64)
+    found = torch.autograd.grad(tw.attention(q, k, v, causal=True, kernel="tilelang"), (q, k, v), d_out)
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(*wide, is_causal=True)
+    for x, y in zip(found, torch.autograd.grad(out, wide, d_out.double()), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=2e-2, atol=2e-2)
+
+
 def test_a_kernel_waits_for_the_one_before(torch: Any) -> None:
     """Products of PyTorch's library may let the next kernel begin before they have written all."""
     x, w = _drawn(torch, 4096, 2048), _drawn(torch, 2048, 2048) / 45

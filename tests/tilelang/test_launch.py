@@ -26,9 +26,10 @@ from tilewise.kernels.tilelang.choices import (
 )
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.schedule import Kind, plan
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Lengths, Shape, Tile
 
 _reason = dispatch.kernel("tilelang-c").unavailable()
+PACKED = Lengths(np.array([0, 77, 4096]), np.array([0, 77, 4096]))
 needs_tilelang = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 
 
@@ -158,6 +159,16 @@ def test_wide_tiles_are_for_products_that_the_copy_engine_feeds() -> None:
         assert wide.q * wide.k > narrow.q * narrow.k
 
 
+def test_warpgroups_take_turns_where_scores_are_products_alone() -> None:
+    shape = Shape(1, 2, 2, 4096, 4096, 64, 64, dtype="bfloat16")
+    plain, capped = Attention(1.0), Attention(1.0, score=tw.softcap(30.0))
+    assert chosen(Pass.FORWARD, plain, shape, "sm_90a").turns
+    assert not chosen(Pass.FORWARD, plain, shape, "sm_90a", Tile(64, 64)).turns, "there is one warpgroup"
+    assert not chosen(Pass.FORWARD, capped, shape, "sm_90a").turns
+    assert not chosen(Pass.FORWARD, replace(plain, lengths=PACKED), shape, "sm_90a").turns
+    assert not chosen(Pass.FORWARD, plain, shape, "sm_90a", aligned=False).turns
+
+
 def test_heads_come_first_where_a_mask_makes_tiles_differ_and_the_cache_holds_them_all() -> None:
     pytest.importorskip("torch")
     from tilewise.kernels.tilelang.call import builds_of
@@ -168,6 +179,7 @@ def test_heads_come_first_where_a_mask_makes_tiles_differ_and_the_cache_holds_th
     assert not heads_first(full, shape, "sm_90a")
     assert not heads_first(causal, replace(shape, n_k=16384), "sm_90a")
     assert not heads_first(causal, shape, C)
+    assert not heads_first(replace(causal, lengths=PACKED), shape, "sm_90a")
     by_name = {x.kernel: x.heads_first for x in builds_of(causal, replace(shape, backward=True), "sm_90a")}
     assert by_name == {"rows": False, "d_query": True, "d_keys": True}
 
@@ -186,6 +198,7 @@ def test_what_the_tests_on_a_gpu_take_is_compiled_ahead(monkeypatch: pytest.Monk
     builds = {build.name.rsplit("-", 1)[0]: build for build in prebuild.kernels("sm_90a")}
     assert {"forward", "simple", "rows", "d_query", "d_keys", "linear-outputs", "linear-d_keys"} <= builds.keys()
     assert not builds["linear-outputs"].aligned, "arrays of that test lie head by head"
+    assert (builds["simple"].tile, builds["simple"].threads) == (Tile(128, 128), 256)
 
 
 def test_a_kernel_compiled_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -13,7 +13,7 @@ from tilewise.bench import machine as cpu
 _MATRIX = 8192
 _COPIED = 2 << 30  # bytes
 _REPEATS = 20
-_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "cuda-core")
+_PACKAGES = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "tilelang", "cuda-core")
 _QUERIES = {
     "driver": "driver_version", "power_limit_w": "power.limit", "max_sm_mhz": "clocks.max.sm",
     "max_memory_mhz": "clocks.max.memory",

@@ -104,7 +104,7 @@ def _sections(shape: Shape, by_key: Tables, at_once: int, ordered: bool) -> tupl
     One head after the other, whose key tiles read the same queries at about the same time, but for the last ones: they
     take turns, so that their largest tiles are not what all others wait for. In order, key tiles of a head begin one
     after the other, each when the one before has added to its first sum: heads enough that all blocks are busy
-    nevertheless, more where the last key tiles are short, and so many that the cache holds what they read and add to.
+    nevertheless, more where key tiles differ, and so many that the cache holds what they read and add to.
     """
     heads = max(1, shape.heads_k * shape.batch)
     is_even = by_key.most_tiles <= by_key.mean_visits
@@ -113,7 +113,7 @@ def _sections(shape: Shape, by_key: Tables, at_once: int, ordered: bool) -> tupl
         last = 1 if is_even else math.ceil(0.5 * at_once * by_key.most_tiles / visits)
         return 1, max(0, heads - last) + 1
     by_cache = L2_SHARE // max(1, 2 * (shape.n_k + shape.group * shape.n_q) * (shape.d + shape.d_v))
-    to_spare = 2 if is_even else 6
+    to_spare = 2 if is_even else 6  # by trying: where key tiles differ, the short ones end sooner than the mean tells
     by_chain = to_spare + math.ceil(at_once / max(1.0, by_key.mean_visits * shape.group))  # a step from one to the next
     section = min(heads, max(1, by_cache, by_chain))
     return section, max(1, heads // section)

@@ -118,10 +118,9 @@ def build_of(
     told = {**told_of_call(spec, shape), "heads_first": heads_first(spec, shape, target)}
     for name, readers in _READERS.items():  # calls that differ in what a kernel does not look at have the same one
         told[name] = told[name] and kernel in readers
-    turns = choice.turns and aligned and not told["packed"]  # else threads wait for each other before every product
     return Build(
-        kernel, target, tile=choice.tile, stages=choice.stages, threads=choice.threads, turns=turns, aligned=aligned,
-        **told, **told_of(variant),
+        kernel, target, tile=choice.tile, stages=choice.stages, threads=choice.threads, turns=choice.turns,
+        aligned=aligned, **told, **told_of(variant),
     )  # fmt: skip
 
 

@@ -50,16 +50,16 @@ _SIZES = (
 
 
 class Sizes:
-    """The sizes of a call, which one kernel serves all of."""
+    """The sizes of a call. A kernel serves all, but for the order of its blocks."""
 
     def __init__(self):
         for name in _SIZES:
             setattr(self, name, T.dynamic(name))
 
 
-def blocks(build, tiles, heads):
-    """In the order in which blocks are counted: how many there are of each, or which a block has."""
-    return (heads, tiles) if build.heads_first else (tiles, heads)
+def blocks(build, *pair):
+    """Tiles and heads as blocks count them; and of what a block has in that order, its tile and its head."""
+    return pair[::-1] if build.heads_first else pair
 
 
 def array(build, name, shape, dtype):
