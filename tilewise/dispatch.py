@@ -104,7 +104,7 @@ class System:
     module: str
     attribute: str
     rungs: tuple[str, ...] = ()
-    only_if_named: bool = False  # `auto` never takes it: it stands in for another, or its speed is not known
+    only_if_named: bool = False  # `auto` never takes it: it stands in for another, or another is faster
 
 
 _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")

@@ -159,6 +159,17 @@ def test_wide_tiles_are_for_products_that_the_copy_engine_feeds() -> None:
         assert wide.q * wide.k > narrow.q * narrow.k
 
 
+def test_the_first_kernel_has_tiles_of_two_warpgroups_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from tilewise.kernels.tilelang.call import builds_of
+
+    shape = Shape(1, 2, 2, 4096, 4096, 64, 64, dtype="bfloat16", device="cuda:0")
+    (build,) = builds_of(Attention(1.0), shape, "sm_90a", simple=True)
+    assert (build.kernel, build.tile, build.threads) == ("simple", Tile(128, 128), 256)
+    monkeypatch.setattr("tilewise.kernels.gpus.capability", lambda device: (9, 0))
+    assert dispatch.kernel("tilelang/simple").default_tile(Attention(1.0), shape) == build.tile
+
+
 def test_warpgroups_take_turns_where_scores_are_products_alone() -> None:
     shape = Shape(1, 2, 2, 4096, 4096, 64, 64, dtype="bfloat16")
     plain, capped = Attention(1.0), Attention(1.0, score=tw.softcap(30.0))

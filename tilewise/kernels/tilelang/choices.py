@@ -139,9 +139,10 @@ def shared_bytes(choice: Choice, kind: Pass, shape: Shape) -> int:
     """The tiles that stay, and those that come by in each stage."""
     d, d_v, (q, k) = padded(shape.d), padded(shape.d_v), _sizes(choice.tile)
     stages = max(choice.stages, 1)
+    forward = q * d + stages * k * (d + d_v)
     numbers = {
-        Pass.SIMPLE: q * d + stages * k * (d + d_v),
-        Pass.FORWARD: q * d + stages * k * (d + d_v),
+        Pass.SIMPLE: forward,
+        Pass.FORWARD: forward,
         Pass.ROWS: 2 * q * d_v,
         Pass.D_QUERY: (q + stages * k) * (d + d_v),
         Pass.D_KEYS: (k + stages * q) * (d + d_v),
