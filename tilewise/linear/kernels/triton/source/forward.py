@@ -3,7 +3,7 @@ columns of the state in registers."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewise.linear.kernels.triton.source.chunks import (
     added,
@@ -13,6 +13,7 @@ from tilewise.linear.kernels.triton.source.chunks import (
     features,
     inverse,
     load_head,
+    load_numbers,
     place_of,
     product,
     segment_at,
@@ -21,14 +22,17 @@ from tilewise.linear.kernels.triton.source.chunks import (
     store_head,
     store_numbers,
     store_state,
+    sum_of,
     within,
+    z_of,
 )
 
 
 @triton.jit
 def outputs(
-    q, k, v, decay, states, initial, out, norm, final, q_steps, k_steps, v_steps, decay_steps, out_steps,
-    segments, n_segments, heads, group, n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
+    q, k, v, decay, sums, states, initial, out, norm, final,
+    q_steps, k_steps, v_steps, decay_steps, sums_steps, out_steps, segments, n_segments, heads, group,
+    n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +61,10 @@ def outputs(
             if norm is not None:
                 sums += tl.sum(w, 1)
             # 4 the state after it
-            kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS=norm is not None or final is not None)
+            kv, z = after(
+                kv, z, f_k, v_rows, c, total, decay, sums, sums_steps, b, hk, first, i, TYPE, CHUNK, D,
+                SUMS=norm is not None or final is not None,
+            )  # fmt: skip
         # 5 finish: acc / sums
         if norm is not None:
             if block == 0:
@@ -71,17 +78,46 @@ def outputs(
 
 
 @triton.jit
+def norms(
+    q, k, sums, states, initial, norm, q_steps, k_steps, sums_steps, segments, n_segments, heads, group, n, scale,
+    EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sum of each row's weights, for `plain_outputs`: rows are features."""
+    b, h, _ = place_of(heads, BLOCKS)
+    hk, heads_k = h // group, heads // group
+    begin, end = segment_at(segments)
+    i = tl.arange(0, DEPTH)
+    if EARLY:  # this was started beside `scan`, whose states come next
+        gdc_launch_dependents()
+        gdc_wait()
+    z = z_of(states, initial, n_segments, b, hk, heads_k, i, D, D_V)
+    for first in tl.range(begin, end, CHUNK):
+        # 1 load q
+        f_q = features(q, q_steps, b, h, first, end, i, scale, None, TYPE, CHUNK, D)
+        # 2 what came before the chunk
+        row_sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1)
+        # 3 weights within the chunk
+        f_k = features(k, k_steps, b, hk, first, end, i, None, None, TYPE, CHUNK, D)
+        row_sums += tl.sum(within(product(f_q, tl.trans(f_k), TYPE), None, None, CHUNK), 1)
+        # 4 the state after it
+        z += sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
+        # 5 finish
+        store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
+
+
+@triton.jit
 def plain_outputs(
-    q, k, v, states, initial, out, final, q_steps, k_steps, v_steps, out_steps,
+    q, k, v, sums, states, initial, out, norm, final, q_steps, k_steps, v_steps, sums_steps, out_steps,
     segments, n_segments, heads, group, n, scale,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for causal calls whose rows are features as they are, without decay and norms.
+    """The same for causal calls whose rows are features, without decay; norm: the sums of their weights, or None.
 
     Columns of the state lie as rows, and so do those of what is computed: tensor cores take a first operand from
     registers, where the state is, and the second from shared memory. The other way round, all of the state would go
-    there for every chunk. What else a call may have would take registers that this has not.
+    there for every chunk. What else a call may have would take registers that this has not: it is made before.
     """
     b, h, block = place_of(heads, BLOCKS)
     hk, heads_k = h // group, heads // group
@@ -94,6 +130,8 @@ def plain_outputs(
     for first in tl.range(begin, end, CHUNK):
         # 1 load q
         f_q = features(q, q_steps, b, h, first, end, i, scale, None, TYPE, CHUNK, D)
+        if norm is not None:  # here, so that it has come when it is asked for
+            row_sums = load_numbers(norm, b, h, heads, n, first, end, CHUNK)
         # 2 what came before the chunk
         acc = product(kv, tl.trans(f_q), TYPE)
         # 3 weights within the chunk
@@ -105,8 +143,10 @@ def plain_outputs(
         # 4 the state after it
         kv += product(tl.trans(v_rows), f_k, TYPE)
         if final is not None:
-            z += tl.sum(f_k.to(tl.float32), 0)
-        # 5 finish
+            z += sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
+        # 5 finish: acc / sums
+        if norm is not None:
+            acc *= inverse(row_sums)[None, :]
         store_columns(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
     if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if (end == n) & (h % group == 0):
