@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.linear.cases_on_gpu import RAW
+from tilewise import arrays
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
 from tilewise.linear.kernels.operands import tensors_of
@@ -71,7 +72,8 @@ def test_rows_that_are_made_ready(case: LinearCase, launched: list[str], monkeyp
     monkeypatch.setattr(call, "LONG", 0)
     problem = case.problem()
     if case.feature_map == "identity":  # whose weights have a sum to divide by if none is below 0
-        problem = replace(problem, q=abs(problem.q), k=abs(problem.k))
+        q, k = (arrays.narrow(abs(arrays.widen(x, np.float32)), case.dtype) for x in (problem.q, problem.k))
+        problem = replace(problem, q=q, k=k)
     contract.check(TRITON, problem, chunk=16)
     assert {"map_rows"} <= set(launched) and ("pull_rows" in launched) is case.normalize
     assert ("plain_outputs" in launched) is (case in PREPARED) is not ("outputs" in launched)

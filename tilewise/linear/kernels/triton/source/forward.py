@@ -51,7 +51,7 @@ def outputs(
         # 2 what came before the chunk
         acc = decayed(product(f_q, kv, TYPE), c, decay)
         if norm is not None:
-            sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * tl.exp(c)
+            row_sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * tl.exp(c)
         if CAUSAL:
             # 3 weights within the chunk
             f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
@@ -59,17 +59,17 @@ def outputs(
             w = within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK)
             acc = added(acc, product(w, v_rows, TYPE), one)
             if norm is not None:
-                sums += tl.sum(w, 1)
+                row_sums += tl.sum(w, 1)
             # 4 the state after it
             kv, z = after(
                 kv, z, f_k, v_rows, c, total, decay, sums, sums_steps, b, hk, first, i, TYPE, CHUNK, D,
                 SUMS=norm is not None or final is not None,
             )  # fmt: skip
-        # 5 finish: acc / sums
+        # 5 finish: acc / row_sums
         if norm is not None:
             if block == 0:
-                store_numbers(norm, b, h, heads, n, first, end, sums, CHUNK)
-            acc *= inverse(sums)[:, None]
+                store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
+            acc *= inverse(row_sums)[:, None]
         store_head(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
     if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if (end == n) & (h % group == 0):
@@ -144,7 +144,7 @@ def plain_outputs(
         kv += product(tl.trans(v_rows), f_k, TYPE)
         if final is not None:
             z += sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
-        # 5 finish: acc / sums
+        # 5 finish: acc / row_sums
         if norm is not None:
             acc *= inverse(row_sums)[None, :]
         store_columns(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
