@@ -69,13 +69,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_rows_that_are_made_ready(case: LinearCase, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from tilewise.linear.kernels.triton import call
 
-    monkeypatch.setattr(call, "LONG", 0)
+    monkeypatch.setattr(call, "LARGE", 0)
     problem = case.problem()
     if case.feature_map == "identity":  # whose weights have a sum to divide by if none is below 0
         q, k = (arrays.narrow(abs(arrays.widen(x, np.float32)), case.dtype) for x in (problem.q, problem.k))
         problem = replace(problem, q=q, k=k)
     contract.check(TRITON, problem, chunk=16)
-    assert {"map_rows"} <= set(launched) and ("pull_rows" in launched) is case.normalize
+    assert "map_rows" in launched and ("pull_rows" in launched) is case.normalize
+    assert ("weigh_rows" in launched) is ("z_rows" in launched) is (case.normalize and case.causal)
     assert ("plain_outputs" in launched) is (case in PREPARED) is not ("outputs" in launched)
 
 

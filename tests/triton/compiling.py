@@ -191,7 +191,8 @@ def _every_kernel(and_more: bool) -> None:
     _turn(torch.bfloat16, 128, tw.Rope())
     _decode(Attention(0.1), torch.bfloat16, 128, None)
     _decode(Attention(0.1), torch.float16, 80, 16, tw.Rope(24, interleaved=True))
-    _linear(torch.bfloat16, 64, n=4096, decay=torch.zeros(2))
+    _linear(torch.bfloat16, 64, n=32768, decay=torch.zeros(2))
+    _linear(torch.bfloat16, 128, n=16384)
     _linear(torch.bfloat16, 128, n=4096, normalize=False, feature_map="identity")
     if and_more:
         _further(causal, scores)

@@ -22,9 +22,9 @@ from tilewise.linear.kernels.triton.tape import Tape
 from tilewise.linear.spec import Linear, Problem
 from tilewise.walking import remembered
 
-# Rows from which on kernels are told features, norms and sums that others made before. A kernel more takes as long as
-# some chunks do.
-LONG = 512
+# Numbers of q from which on kernels are told features, norms and sums that others made before: a kernel more takes as
+# long as some chunks do.
+LARGE = 1 << 23
 
 
 class Segments(NamedTuple):
@@ -49,6 +49,7 @@ class Call(NamedTuple):
     segments: Segments
     chunk: int | None
     tape: Tape
+    backward: bool = False
 
     @property
     def by_kernels(self) -> bool:
@@ -62,8 +63,9 @@ class Call(NamedTuple):
     @property
     def prepares(self) -> bool:
         """Whether rows are made ready by kernels of their own (rows.py). In bfloat16 what is ready takes as much memory
-        as what it is made of."""
-        return self.problem.shape.dtype == "bfloat16" and self.problem.shape.n_q >= LONG
+        as what it is made of. Forwards, without a causal mask, every row is needed once."""
+        shape, again = self.problem.shape, self.problem.spec.causal or self.backward
+        return again and shape.dtype == "bfloat16" and shape.batch * shape.heads * shape.n_q * shape.d >= LARGE
 
     @property
     def is_plain(self) -> bool:
@@ -161,3 +163,8 @@ def scale_of(spec: Linear) -> float | None:
 
 def all_steps(*given: Any) -> tuple[Any, ...]:
     return tuple(None if x is None else steps_of(x) for x in given)
+
+
+def in_advance(early: bool) -> dict[str, Any]:
+    """For a kernel that waits by itself for the one before it: an option that only some GPUs know."""
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}

@@ -15,8 +15,8 @@ import torch
 
 from tilewise import arrays
 from tilewise.linear.kernels.decays import decay_gradient, log_decay
-from tilewise.linear.kernels.triton.call import Call, all_steps, functions_of, scale_of, segments_of
-from tilewise.linear.kernels.triton.rows import Rows, pulled_of, rows_of
+from tilewise.linear.kernels.triton.call import Call, all_steps, functions_of, in_advance, scale_of, segments_of
+from tilewise.linear.kernels.triton.rows import Keys, keys_of, pulled_of, queries_of, weighed_queries
 from tilewise.linear.kernels.triton.source import backward as backward_kernels
 from tilewise.linear.kernels.triton.source import forward as forward_kernels
 from tilewise.linear.kernels.triton.source import states as state_kernels
@@ -38,32 +38,26 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
     shape, spec, v, decay = problem.shape, problem.spec, problem.v, problem.decay
     call = Call(problem, segments_of(problem, chunk), chunk, tape)
     final = _empty_state(call) if spec.keeps_state else None
-    rows = rows_of(call, sums=spec.normalize or final is not None)
-    q, k, sums = rows.q, rows.k, rows.sums
-    states, _ = _states(call, rows, final)
+    keys = keys_of(call, sums=spec.normalize or final is not None)
+    states, _ = _states(call, keys, final)
+    initial, left = _parts(problem.initial), final if call.by_kernels else None
+    q, scale, norm = weighed_queries(call, keys, states, initial)
     sizes, steps = arrays.stored_as(problem.q, v)
     out = call.tape.empty(sizes, q.dtype, q.device, steps)
-    norm = call.numbers(*q.shape[:2], q.shape[2] if spec.normalize else 0)
-    sums_of_weights = norm if spec.normalize else None
-    initial, left = _parts(problem.initial), final if call.by_kernels else None
-    by_head = call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, rows.scale
-    early = _in_advance(call.early and states is not None)
+    known = norm is not None
+    if norm is None:
+        norm = call.numbers(*q.shape[:2], q.shape[2] if spec.normalize else 0)
+    named = in_advance(call.early and (known or states is not None))
     if call.is_plain:
-        if spec.normalize:
-            call.launch(
-                forward_kernels.norms, shape.heads, 1,
-                q, k, sums, states, initial, norm, *all_steps(q, k, sums), *by_head, **early,
-            )  # fmt: skip
-        call.launch(
-            forward_kernels.plain_outputs, shape.heads, shape.d_v, q, k, v, sums, states, initial, out,
-            sums_of_weights, left, *all_steps(q, k, v, sums, out), *by_head, **early,
-        )  # fmt: skip
+        kernel, decays = forward_kernels.plain_outputs, ()
     else:
-        call.launch(
-            forward_kernels.outputs, shape.heads, shape.d_v, q, k, v, decay, sums, states, initial, out,
-            sums_of_weights, left, *all_steps(q, k, v, decay, sums, out), *by_head,
-            one=call.choice("outputs").one, FEATURE=rows.feature, CAUSAL=spec.causal, **early,
-        )  # fmt: skip
+        kernel, decays = forward_kernels.outputs, (decay,)
+        named |= {"one": call.choice("outputs").one, "FEATURE": keys.feature, "CAUSAL": spec.causal, "KNOWN": known}
+    call.launch(
+        kernel, shape.heads, shape.d_v, q, keys.k, v, *decays, keys.sums, states, initial, out,
+        norm if spec.normalize else None, left, *all_steps(q, keys.k, v, *decays, keys.sums, out),
+        call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, scale, **named,
+    )  # fmt: skip
     state = LinearState(None, None, None)
     if final is not None:
         if 0 in (shape.n_q, shape.batch, shape.heads) and call.by_kernels:
@@ -80,13 +74,14 @@ def backward(
     """Gradients of sum(out * d_out) + sum(state * d_state). states: those before each segment, if they were kept."""
     shape, spec, v, decay = problem.shape, problem.spec, problem.v, problem.decay
     given = problem.q, problem.k, v
-    call = Call(problem, segments_of(problem, chunk), chunk, tape or Tape(*given, done.out, done.norm, d_out))
+    tape = tape or Tape(*given, done.out, done.norm, d_out)
+    call = Call(problem, segments_of(problem, chunk), chunk, tape, backward=True)
     segments = call.segments
-    rows = rows_of(call, sums=spec.normalize)
-    q, k = rows.q, rows.k
-    states, totals = _states(call, rows, None) if states is None else (states, None)
+    keys, queries = keys_of(call, sums=spec.normalize), queries_of(call)
+    q, k = queries.q, keys.k
+    states, totals = _states(call, keys, None) if states is None else (states, None)
     d_q, d_k, d_v = (call.tape.empty(x.shape, x.dtype, x.device) for x in given)
-    g, norm, shift, g_sums = pulled_of(call, rows, done.out, done.norm, d_out)
+    g, norm, shift, g_sums = pulled_of(call, queries, done.out, done.norm, d_out)
     d_rows, d_columns = (
         None if decay is None else call.numbers(-(-shape.d // call.choice(kernel).block), *x.shape[:3])
         for kernel, x in (("linear_d_query", q), ("linear_d_keys", k))
@@ -95,20 +90,20 @@ def backward(
     d_initial = None if problem.initial is None else _empty_state(call)
     slope = functions_of(spec).slope
     raw_q, raw_k = (None, None) if slope is None else (problem.q, problem.k)
-    named = {"FEATURE": rows.feature, "CAUSAL": spec.causal}
-    by_key = segments.table, segments.number, shape.heads_k, shape.n_q, rows.scale
+    named = {"FEATURE": keys.feature, "CAUSAL": spec.causal}
+    by_key = segments.table, segments.number, shape.heads_k, shape.n_q, queries.scale
     call.launch(
         backward_kernels.linear_d_query, shape.heads, shape.d,
-        q, k, v, raw_q, decay, rows.sums, states, _parts(problem.initial), done.out, norm, g, d_q, shift, d_rows,
-        *all_steps(q, k, v, raw_q, decay, rows.sums, done.out, g, d_q), segments.table, segments.number, shape.heads,
-        shape.group, shape.n_q, rows.scale, scale_of(spec), one=call.choice("linear_d_query").one, SLOPE=slope, **named,
+        q, k, v, raw_q, decay, keys.sums, states, _parts(problem.initial), done.out, norm, g, d_q, shift, d_rows,
+        *all_steps(q, k, v, raw_q, decay, keys.sums, done.out, g, d_q), segments.table, segments.number, shape.heads,
+        shape.group, shape.n_q, queries.scale, scale_of(spec), one=call.choice("linear_d_query").one, SLOPE=slope, **named,
     )  # fmt: skip
     d_states = None if states is None else call.numbers(*states.shape)
     if d_states is not None:
         call.launch(
             state_kernels.d_segment_states, shape.heads_k, shape.d_v,
             q, g, norm, shift, decay, g_sums, d_states, *all_steps(q, g, decay, g_sums), *by_key,
-            GROUP=shape.group, FEATURE=rows.feature, EARLY=call.early,
+            GROUP=shape.group, FEATURE=keys.feature, EARLY=call.early,
         )  # fmt: skip
         _scan(call, d_states, totals, pulled, None if call.by_kernels else d_initial, backwards=True)
     call.launch(
@@ -160,7 +155,7 @@ def backward_tape(problem: Problem, done: Done, states: Any, d_out: Any) -> Tape
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
-def _states(call: Call, rows: Rows, final: Any) -> tuple[Any, Any]:
+def _states(call: Call, keys: Keys, final: Any) -> tuple[Any, Any]:
     """The state before each segment, and by how much each decays it; nothing for the only segment of a sequence. final:
     where the state after all goes (kv, z), or None."""
     problem, shape, segments = call.problem, call.problem.shape, call.segments
@@ -171,11 +166,11 @@ def _states(call: Call, rows: Rows, final: Any) -> tuple[Any, Any]:
     totals = None if problem.decay is None else call.numbers(*slots)
     call.launch(
         state_kernels.segment_states, shape.heads_k, shape.d_v,
-        rows.k, problem.v, problem.decay, rows.sums, states, totals,
-        *all_steps(rows.k, problem.v, problem.decay, rows.sums), segments.table, segments.number, shape.heads_k,
+        keys.k, problem.v, problem.decay, keys.sums, states, totals,
+        *all_steps(keys.k, problem.v, problem.decay, keys.sums), segments.table, segments.number, shape.heads_k,
         # What the last one adds nobody asks for, but by how much it decays.
         segments=segments.number - 1 if call.by_kernels and problem.decay is None else None,
-        FEATURE=rows.feature, SUMS=problem.spec.normalize or final is not None, EARLY=call.early,
+        FEATURE=keys.feature, SUMS=problem.spec.normalize or final is not None, EARLY=call.early,
     )  # fmt: skip
     _scan(call, states, totals, _parts(problem.initial), None if call.by_kernels else final)
     return states, totals
@@ -188,7 +183,7 @@ def _scan(call: Call, states: Any, totals: Any, initial: Any, final: Any, backwa
         state_kernels.scan, (problem.n_states * shape.heads_k, -(-size // _BLOCK)),
         states, totals, initial, final, call.segments.firsts, call.segments.number, shape.heads_k, size,
         PACKED=problem.spec.lengths is not None, BACKWARDS=backwards, CAUSAL=problem.spec.causal, D=shape.d,
-        BLOCK=_BLOCK, **_in_advance(call.early),
+        BLOCK=_BLOCK, **in_advance(call.early),
     )  # fmt: skip
 
 
@@ -208,8 +203,3 @@ def _untouched(problem: Problem) -> tuple[Any, Any]:
 
 def _parts(state: LinearState | None) -> tuple[Any, Any] | None:
     return None if state is None else (state.kv.contiguous(), state.z.contiguous())
-
-
-def _in_advance(early: bool) -> dict[str, Any]:
-    """For a kernel that waits by itself for the one before it: an option that only some GPUs know."""
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}

@@ -3,7 +3,7 @@ columns of the state in registers."""
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from tilewise.linear.kernels.triton.source.chunks import (
     added,
@@ -24,7 +24,6 @@ from tilewise.linear.kernels.triton.source.chunks import (
     store_state,
     sum_of,
     within,
-    z_of,
 )
 
 
@@ -32,11 +31,12 @@ from tilewise.linear.kernels.triton.source.chunks import (
 def outputs(
     q, k, v, decay, sums, states, initial, out, norm, final,
     q_steps, k_steps, v_steps, decay_steps, sums_steps, out_steps, segments, n_segments, heads, group,
-    n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
+    n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, KNOWN: tl.constexpr,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """final: where the state after the last segment goes (kv, z), if it is wanted from here."""
+    """norm: where the sums of rows' weights go, or are (KNOWN); final: where the state after the last segment goes (kv,
+    z), if it is wanted from here."""
     b, h, block = place_of(heads, BLOCKS)
     hk, heads_k = h // group, heads // group
     begin, end = segment_at(segments)
@@ -50,7 +50,9 @@ def outputs(
         c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
         # 2 what came before the chunk
         acc = decayed(product(f_q, kv, TYPE), c, decay)
-        if norm is not None:
+        if KNOWN:
+            row_sums = load_numbers(norm, b, h, heads, n, first, end, CHUNK)
+        elif norm is not None:
             row_sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * tl.exp(c)
         if CAUSAL:
             # 3 weights within the chunk
@@ -58,16 +60,16 @@ def outputs(
             v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
             w = within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK)
             acc = added(acc, product(w, v_rows, TYPE), one)
-            if norm is not None:
+            if norm is not None and not KNOWN:
                 row_sums += tl.sum(w, 1)
             # 4 the state after it
             kv, z = after(
                 kv, z, f_k, v_rows, c, total, decay, sums, sums_steps, b, hk, first, i, TYPE, CHUNK, D,
-                SUMS=norm is not None or final is not None,
+                SUMS=(norm is not None and not KNOWN) or final is not None,
             )  # fmt: skip
         # 5 finish: acc / row_sums
         if norm is not None:
-            if block == 0:
+            if (block == 0) & (not KNOWN):
                 store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
             acc *= inverse(row_sums)[:, None]
         store_head(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
@@ -75,35 +77,6 @@ def outputs(
         if (end == n) & (h % group == 0):
             slot = tl.cast(b, tl.int64) * heads_k + hk
             store_state(final[0] + slot * (D * D_V), final[1] + slot * D, kv, z, i, j, block == 0, D, D_V)
-
-
-@triton.jit
-def norms(
-    q, k, sums, states, initial, norm, q_steps, k_steps, sums_steps, segments, n_segments, heads, group, n, scale,
-    EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The sum of each row's weights, for `plain_outputs`: rows are features."""
-    b, h, _ = place_of(heads, BLOCKS)
-    hk, heads_k = h // group, heads // group
-    begin, end = segment_at(segments)
-    i = tl.arange(0, DEPTH)
-    if EARLY:  # this was started beside `scan`, whose states come next
-        gdc_launch_dependents()
-        gdc_wait()
-    z = z_of(states, initial, n_segments, b, hk, heads_k, i, D, D_V)
-    for first in tl.range(begin, end, CHUNK):
-        # 1 load q
-        f_q = features(q, q_steps, b, h, first, end, i, scale, None, TYPE, CHUNK, D)
-        # 2 what came before the chunk
-        row_sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1)
-        # 3 weights within the chunk
-        f_k = features(k, k_steps, b, hk, first, end, i, None, None, TYPE, CHUNK, D)
-        row_sums += tl.sum(within(product(f_q, tl.trans(f_k), TYPE), None, None, CHUNK), 1)
-        # 4 the state after it
-        z += sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
-        # 5 finish
-        store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
 
 
 @triton.jit
