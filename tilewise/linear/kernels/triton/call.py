@@ -99,10 +99,10 @@ class Call(NamedTuple):
 
     def launch_chunks(self, kernel: Any, heads: int, *args: Any, **named: Any) -> None:
         """For each head and chunk; the kernel is told how many of those a segment has."""
-        chunk = self.choice(kernel.__name__).chunk
-        chunks = self.segments.rows // chunk
+        choice = self.choice(kernel.__name__)
+        chunks = self.segments.rows // choice.chunk
         grid = (self.problem.shape.batch * heads * chunks, self.segments.number)
-        self._launch(kernel, grid, chunk, *args, chunks=chunks, **named)
+        self._launch(kernel, grid, choice.chunk, *args, chunks=chunks, num_warps=choice.warps, **named)
 
     def _launch(self, kernel: Any, grid: tuple[int, int], chunk: int, *args: Any, **named: Any) -> None:
         shape = self.problem.shape

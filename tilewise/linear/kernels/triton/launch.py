@@ -44,20 +44,25 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
     q, scale, norm = weighed_queries(call, keys, states, initial)
     sizes, steps = arrays.stored_as(problem.q, v)
     out = call.tape.empty(sizes, q.dtype, q.device, steps)
-    known = norm is not None
+    named = in_advance(call.early and (states is not None or norm is not None))
+    to_fill = None
     if norm is None:
         norm = call.numbers(*q.shape[:2], q.shape[2] if spec.normalize else 0)
-    named = in_advance(call.early and (known or states is not None))
+        to_fill = norm if spec.normalize else None
+    by_head = call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, scale
     if call.is_plain:
-        kernel, decays = forward_kernels.plain_outputs, ()
+        call.launch(
+            forward_kernels.plain_outputs, shape.heads, shape.d_v,
+            q, keys.k, v, keys.sums, states, initial, out, left, *all_steps(q, keys.k, v, keys.sums, out), *by_head,
+            **named,
+        )  # fmt: skip
     else:
-        kernel, decays = forward_kernels.outputs, (decay,)
-        named |= {"one": call.choice("outputs").one, "FEATURE": keys.feature, "CAUSAL": spec.causal, "KNOWN": known}
-    call.launch(
-        kernel, shape.heads, shape.d_v, q, keys.k, v, *decays, keys.sums, states, initial, out,
-        norm if spec.normalize else None, left, *all_steps(q, keys.k, v, *decays, keys.sums, out),
-        call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, scale, **named,
-    )  # fmt: skip
+        call.launch(
+            forward_kernels.outputs, shape.heads, shape.d_v,
+            q, keys.k, v, decay, keys.sums, states, initial, out, to_fill, left,
+            *all_steps(q, keys.k, v, decay, keys.sums, out), *by_head,
+            one=call.choice("outputs").one, FEATURE=keys.feature, CAUSAL=spec.causal, **named,
+        )  # fmt: skip
     state = LinearState(None, None, None)
     if final is not None:
         if 0 in (shape.n_q, shape.batch, shape.heads) and call.by_kernels:
@@ -96,7 +101,8 @@ def backward(
         backward_kernels.linear_d_query, shape.heads, shape.d,
         q, k, v, raw_q, decay, keys.sums, states, _parts(problem.initial), done.out, norm, g, d_q, shift, d_rows,
         *all_steps(q, k, v, raw_q, decay, keys.sums, done.out, g, d_q), segments.table, segments.number, shape.heads,
-        shape.group, shape.n_q, queries.scale, scale_of(spec), one=call.choice("linear_d_query").one, SLOPE=slope, **named,
+        shape.group, shape.n_q, queries.scale, scale_of(spec), one=call.choice("linear_d_query").one,
+        SLOPE=slope, **named,
     )  # fmt: skip
     d_states = None if states is None else call.numbers(*states.shape)
     if d_states is not None:

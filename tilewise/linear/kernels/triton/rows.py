@@ -18,7 +18,7 @@ class Keys(NamedTuple):
 class Queries(NamedTuple):
     q: Any
     scale: float | None  # that features are still to be multiplied by, or None
-    norm: Any = None  # (batch, heads, n): the sums of rows' weights, or None if kernels add them up
+    norm: Any = None  # (batch, heads, n): the sums of weights by which q is divided, or None if it is not
 
 
 class Pulled(NamedTuple):
@@ -54,22 +54,23 @@ def queries_of(call: Call) -> Queries:
 
 
 def weighed_queries(call: Call, keys: Keys, states: Any, initial: Any) -> Queries:
-    """With the sums of their weights, if those are wanted and are to be ready: the kernel that adds them up maps q."""
+    """Divided by the sums of their weights, if those are wanted and are to be ready."""
     problem, shape, segments = call.problem, call.problem.shape, call.segments
     if not (call.prepares and problem.spec.normalize):
         return queries_of(call)
-    q, k, scale, early = problem.q, keys.k, scale_of(problem.spec), in_advance(call.early)
-    z_before, mapped, norm = _sums(call, shape.heads_k), _place(call, q), call.numbers(*q.shape[:3])
+    q, k, early = problem.q, keys.k, in_advance(call.early)
+    weighed, norm = call.tape.empty(q.shape, q.dtype, q.device), call.numbers(*q.shape[:3])
+    z_before = _sums(call, shape.heads_k)
     call.launch(
         row_kernels.z_rows, shape.heads_k, 1, keys.sums, keys.totals, states, initial, z_before,
         *all_steps(keys.sums, keys.totals), segments.table, segments.number, shape.heads_k, **early,
     )  # fmt: skip
     call.launch_chunks(
-        row_kernels.weigh_rows, shape.heads, q, k, problem.decay, z_before, mapped, norm,
-        *all_steps(q, k, problem.decay, z_before, mapped), segments.table, shape.heads, shape.group, shape.n_q,
-        scale=scale, FEATURE=functions_of(problem.spec).feature, **early,
+        row_kernels.weigh_rows, shape.heads, q, k, problem.decay, z_before, weighed, norm,
+        *all_steps(q, k, problem.decay, z_before, weighed), segments.table, shape.heads, shape.group, shape.n_q,
+        scale=scale_of(problem.spec), FEATURE=functions_of(problem.spec).feature, **early,
     )  # fmt: skip
-    return Queries(q, scale, norm) if mapped is None else Queries(mapped, None, norm)
+    return Queries(weighed, None, norm)
 
 
 def pulled_of(call: Call, queries: Queries, out: Any, norm: Any, d_out: Any) -> Pulled:

@@ -120,13 +120,14 @@ def scaled(x, scale):
 
 
 @triton.jit
-def features_of(
-    x, scale, first, last, column, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+def unrounded_features(
+    x, steps, b, h, first, last, column, scale, FEATURE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Of rows that are loaded; rounded as products take them at once: half as many registers hold them."""
+    """Of one head's rows."""
+    rows = load_head(x, steps, b, h, first, last, column, CHUNK, WIDTH)
     if FEATURE is not None:
-        x = mapped(x, FEATURE, first, last, column, CHUNK, WIDTH)
-    return operand(scaled(x, scale), TYPE)
+        rows = mapped(rows, FEATURE, first, last, column, CHUNK, WIDTH)
+    return scaled(rows, scale)
 
 
 @triton.jit
@@ -134,9 +135,8 @@ def features(
     x, steps, b, h, first, last, column, scale,
     FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of one head's rows."""
-    rows = load_head(x, steps, b, h, first, last, column, CHUNK, WIDTH)
-    return features_of(rows, scale, first, last, column, FEATURE, TYPE, CHUNK, WIDTH)
+    """Rounded as products take them at once: half as many registers hold them."""
+    return operand(unrounded_features(x, steps, b, h, first, last, column, scale, FEATURE, CHUNK, WIDTH), TYPE)
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from tilewise.linear.kernels.triton.source.chunks import (
     features,
     inverse,
     load_head,
-    load_numbers,
     place_of,
     product,
     segment_at,
@@ -31,12 +30,12 @@ from tilewise.linear.kernels.triton.source.chunks import (
 def outputs(
     q, k, v, decay, sums, states, initial, out, norm, final,
     q_steps, k_steps, v_steps, decay_steps, sums_steps, out_steps, segments, n_segments, heads, group,
-    n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr, KNOWN: tl.constexpr,
+    n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """norm: where the sums of rows' weights go, or are (KNOWN); final: where the state after the last segment goes (kv,
-    z), if it is wanted from here."""
+    """norm: where the sums of rows' weights go, if rows are still to be divided by them; final: where the state after
+    the last segment goes (kv, z), if it is wanted from here."""
     b, h, block = place_of(heads, BLOCKS)
     hk, heads_k = h // group, heads // group
     begin, end = segment_at(segments)
@@ -50,9 +49,7 @@ def outputs(
         c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
         # 2 what came before the chunk
         acc = decayed(product(f_q, kv, TYPE), c, decay)
-        if KNOWN:
-            row_sums = load_numbers(norm, b, h, heads, n, first, end, CHUNK)
-        elif norm is not None:
+        if norm is not None:
             row_sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * tl.exp(c)
         if CAUSAL:
             # 3 weights within the chunk
@@ -60,16 +57,16 @@ def outputs(
             v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
             w = within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK)
             acc = added(acc, product(w, v_rows, TYPE), one)
-            if norm is not None and not KNOWN:
+            if norm is not None:
                 row_sums += tl.sum(w, 1)
             # 4 the state after it
             kv, z = after(
                 kv, z, f_k, v_rows, c, total, decay, sums, sums_steps, b, hk, first, i, TYPE, CHUNK, D,
-                SUMS=(norm is not None and not KNOWN) or final is not None,
+                SUMS=norm is not None or final is not None,
             )  # fmt: skip
         # 5 finish: acc / row_sums
         if norm is not None:
-            if (block == 0) & (not KNOWN):
+            if block == 0:
                 store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
             acc *= inverse(row_sums)[:, None]
         store_head(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
@@ -81,12 +78,12 @@ def outputs(
 
 @triton.jit
 def plain_outputs(
-    q, k, v, sums, states, initial, out, norm, final, q_steps, k_steps, v_steps, sums_steps, out_steps,
+    q, k, v, sums, states, initial, out, final, q_steps, k_steps, v_steps, sums_steps, out_steps,
     segments, n_segments, heads, group, n, scale,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for causal calls whose rows are features, without decay; norm: the sums of their weights, or None.
+    """The same for causal calls whose rows are features, without decay and norms.
 
     Columns of the state lie as rows, and so do those of what is computed: tensor cores take a first operand from
     registers, where the state is, and the second from shared memory. The other way round, all of the state would go
@@ -103,8 +100,6 @@ def plain_outputs(
     for first in tl.range(begin, end, CHUNK):
         # 1 load q
         f_q = features(q, q_steps, b, h, first, end, i, scale, None, TYPE, CHUNK, D)
-        if norm is not None:  # here, so that it has come when it is asked for
-            row_sums = load_numbers(norm, b, h, heads, n, first, end, CHUNK)
         # 2 what came before the chunk
         acc = product(kv, tl.trans(f_q), TYPE)
         # 3 weights within the chunk
@@ -117,9 +112,7 @@ def plain_outputs(
         kv += product(tl.trans(v_rows), f_k, TYPE)
         if final is not None:
             z += sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
-        # 5 finish: acc / row_sums
-        if norm is not None:
-            acc *= inverse(row_sums)[None, :]
+        # 5 finish
         store_columns(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
     if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if (end == n) & (h % group == 0):

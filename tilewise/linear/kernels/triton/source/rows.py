@@ -12,6 +12,7 @@ from tilewise.linear.kernels.triton.source.chunks import (
     decayed,
     decays,
     features,
+    inverse,
     load_head,
     product,
     row_gradients,
@@ -19,6 +20,7 @@ from tilewise.linear.kernels.triton.source.chunks import (
     store_head,
     store_numbers,
     sums_at,
+    unrounded_features,
     within,
     z_of,
 )
@@ -35,19 +37,19 @@ def chunk_of(heads, chunks, segments, CHUNK: tl.constexpr):
 
 @triton.jit
 def map_rows(
-    x, decay, mapped, sums, totals, x_steps, decay_steps, mapped_steps, sums_steps, totals_steps,
+    x, decay, made, sums, totals, x_steps, decay_steps, made_steps, sums_steps, totals_steps,
     segments, heads, chunks, scale,
     FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Features of q or k. sums: of a chunk's rows, each decayed to its end; totals: by how much all of it decays. None
-    of what is not wanted."""
+    """made: features of q or k; sums: of a chunk's rows, each decayed to its end; totals: by how much all of it decays.
+    What is not wanted is None."""
     b, h, first, end = chunk_of(heads, chunks, segments, CHUNK)
     i = tl.arange(0, DEPTH)
     if first < end:
         f = features(x, x_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
-        if mapped is not None:
-            store_head(mapped, mapped_steps, b, h, first, end, i, f, CHUNK, D)
+        if made is not None:
+            store_head(made, made_steps, b, h, first, end, i, f, CHUNK, D)
         if sums is not None:
             c, total = decays(decay, decay_steps, b, h, first, end, CHUNK)
             added = tl.sum(decayed(f, total - c, decay).to(tl.float32), 0)
@@ -97,12 +99,12 @@ def z_rows(
 
 @triton.jit
 def weigh_rows(
-    q, k, decay, z_before, mapped, norm, q_steps, k_steps, decay_steps, sums_steps, mapped_steps,
+    q, k, decay, z_before, weighed, norm, q_steps, k_steps, decay_steps, sums_steps, weighed_steps,
     segments, heads, group, n, chunks, scale,
     EARLY: tl.constexpr, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """norm: the sum of each row's weights; mapped: features of q, or None if they are q. k has features."""
+    """norm: the sum of each row's weights; weighed: features of q divided by it. k has features."""
     b, h, first, end = chunk_of(heads, chunks, segments, CHUNK)
     hk = h // group
     i = tl.arange(0, DEPTH)
@@ -111,17 +113,17 @@ def weigh_rows(
         gdc_wait()
     if first < end:
         # 1 load q
-        f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
-        if mapped is not None:
-            store_head(mapped, mapped_steps, b, h, first, end, i, f_q, CHUNK, D)
+        f_q = unrounded_features(q, q_steps, b, h, first, end, i, scale, FEATURE, CHUNK, D).to(tl.float32)
         # 2 what came before the chunk
         c, _ = decays(decay, decay_steps, b, hk, first, end, CHUNK)
         z = tl.load(sums_at(z_before, sums_steps, b, hk, first, CHUNK) + i, mask=i < D, other=0.0)
-        row_sums = tl.sum(decayed(f_q, c, decay).to(tl.float32) * z[None, :], 1)
+        row_sums = tl.sum(decayed(f_q, c, decay) * z[None, :], 1)
         # 3 weights within the chunk
         f_k = features(k, k_steps, b, hk, first, end, i, None, None, TYPE, CHUNK, D)
         row_sums += tl.sum(within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK), 1)
+        # 4 finish: f_q / row_sums
         store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
+        store_head(weighed, weighed_steps, b, h, first, end, i, f_q * inverse(row_sums)[:, None], CHUNK, D)
 
 
 @triton.jit
