@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
+from tests.linear.cases_on_gpu import CASES as CASES_ON_GPU
 from tilewise import arrays
 from tilewise.contract import check_results, on_host
 from tilewise.linear import contract, dispatch
@@ -56,6 +57,15 @@ def test_case(case: LinearCase) -> None:
     d_out, d_state = contract.gradients_to_pull(host)
     got = _results(_on_gpu(host), _there(d_out), d_state.map(_there))
     check_results(contract.expected_of(host), {name: on_host(x.contiguous()) for name, x in got.items()})
+
+
+@pytest.mark.parametrize("case", CASES_ON_GPU, ids=lambda case: case.name)
+def test_rows_that_are_made_ready(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a large call, of whatever size; tests/linear/test_triton.py has the small ones."""
+    from tilewise.linear.kernels.triton import call
+
+    monkeypatch.setattr(call, "LARGE", 0)
+    test_case(case)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

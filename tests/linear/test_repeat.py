@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(TRITON.unavailable() is not None, reason=str(TRI
 @pytest.fixture(params=["one segment", "segments"])
 def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Calls on a CPU are repeated as those on a GPU are; how many there were."""
-    from tilewise.linear.kernels.triton import launch
+    from tilewise.linear.kernels.triton import call
     from tilewise.linear.kernels.triton.tape import Tape
     from tilewise.linear.pytorch import repeat
     from tilewise.sharing import Kept
@@ -25,7 +25,7 @@ def repeated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(repeat.ready, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(repeat, "_known", Kept(8))
     if request.param == "segments":
-        monkeypatch.setattr(launch, "segment_rows", lambda n, chunk, programs, slots: 2 * chunk)
+        monkeypatch.setattr(call, "segment_rows", lambda n, chunk, programs, slots: 2 * chunk)
     again, calls = Tape.again, []
     monkeypatch.setattr(Tape, "again", lambda self, *given: calls.append(len(given)) or again(self, *given))
     return calls

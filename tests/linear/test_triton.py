@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.linear.cases_on_gpu import RAW
+from tilewise import arrays
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
 from tilewise.linear.kernels.operands import tensors_of
@@ -22,15 +23,61 @@ IN_SEGMENTS = [replace(case, n=70) for case in CASES if case.name in NAMES]
 @pytest.fixture
 def short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two chunks each, as a GPU would have them in a long sequence."""
-    from tilewise.linear.kernels.triton import launch
+    from tilewise.linear.kernels.triton import call
 
-    monkeypatch.setattr(launch, "segment_rows", lambda n, chunk, programs, slots: 2 * chunk)
+    monkeypatch.setattr(call, "segment_rows", lambda n, chunk, programs, slots: 2 * chunk)
 
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("case", IN_SEGMENTS, ids=lambda case: case.name)
 def test_segments(case: LinearCase) -> None:
     contract.check(TRITON, case.problem(), chunk=16)
+
+
+BF16: dict[str, Any] = {"dtype": "bfloat16"}
+PREPARED = [
+    LinearCase("segments", 1, 2, 2, n=70, d=16, d_v=16, **BF16),
+    LinearCase("grouped, carried", 2, 4, 2, n=50, d=16, d_v=16, carried=True, **BF16),
+    LinearCase("scaled, not normalized", 1, 2, 1, n=50, d=16, d_v=16, scale=0.5, normalize=False, **BF16),
+    LinearCase("no features", 1, 2, 1, n=50, d=16, d_v=16, feature_map="identity", **BF16),
+    LinearCase("heads that are padded", 1, 2, 1, n=37, d=40, d_v=24, **BF16),
+    LinearCase("packed", lengths=(0, 21, 21, 60), d=16, d_v=16, carried=True, **BF16),
+]
+OTHERS = [
+    LinearCase("widths that differ", 1, 2, 1, n=40, d=80, d_v=24, **BF16),
+    LinearCase("gates, grouped", 1, 4, 2, n=70, d=16, d_v=16, decay="token", carried=True, scale=0.5, **BF16),
+    LinearCase("gates, packed", lengths=(0, 21, 21, 60), d=16, d_v=16, decay="token", **BF16),
+    LinearCase("all of a sequence", 1, 4, 2, n=70, d=16, d_v=16, causal=False, carried=True, **BF16),
+]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels, in their order."""
+    from tilewise.linear.kernels.triton.tape import Tape
+
+    names: list[str] = []
+    launch = Tape.launch
+    monkeypatch.setattr(Tape, "launch", lambda tape, kernel, *args, **named: (
+        names.append(kernel.fn.__name__), launch(tape, kernel, *args, **named)
+    ))  # fmt: skip
+    return names
+
+
+@pytest.mark.usefixtures("short_segments")
+@pytest.mark.parametrize("case", [*PREPARED, *OTHERS], ids=lambda case: case.name)
+def test_rows_that_are_made_ready(case: LinearCase, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.linear.kernels.triton import call
+
+    monkeypatch.setattr(call, "LARGE", 0)
+    problem = case.problem()
+    if case.feature_map == "identity":  # whose weights have a sum to divide by if none is below 0
+        q, k = (arrays.narrow(abs(arrays.widen(x, np.float32)), case.dtype) for x in (problem.q, problem.k))
+        problem = replace(problem, q=q, k=k)
+    contract.check(TRITON, problem, chunk=16)
+    assert "map_rows" in launched and ("pull_rows" in launched) is case.normalize
+    assert ("weigh_rows" in launched) is ("z_rows" in launched) is (case.normalize and case.causal)
+    assert ("plain_outputs" in launched) is (case in PREPARED) is not ("outputs" in launched)
 
 
 PLAIN = [
@@ -43,14 +90,7 @@ PLAIN = [
 
 @pytest.mark.usefixtures("short_segments")
 @pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
-def test_plain_calls_have_a_kernel_of_their_own(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewise.linear.kernels.triton.tape import Tape
-
-    launched: list[str] = []
-    launch = Tape.launch
-    monkeypatch.setattr(Tape, "launch", lambda tape, kernel, *args, **named: (
-        launched.append(kernel.fn.__name__), launch(tape, kernel, *args, **named)
-    ))  # fmt: skip
+def test_plain_calls_have_a_kernel_of_their_own(case: LinearCase, launched: list[str]) -> None:
     contract.check(TRITON, case.problem(), chunk=16)
     assert "plain_outputs" in launched and "outputs" not in launched
 
@@ -58,7 +98,7 @@ def test_plain_calls_have_a_kernel_of_their_own(case: LinearCase, monkeypatch: p
 @pytest.mark.parametrize("other", [{"feature_map": "elu"}, {"normalize": True}, {"dtype": "float16"}, {"decay": "head"},
                                    {"d_v": 80}, {"causal": False}], ids=str)  # fmt: skip
 def test_other_calls_are_not_plain(other: dict[str, Any]) -> None:
-    from tilewise.linear.kernels.triton.launch import Call, segments_of
+    from tilewise.linear.kernels.triton.call import Call, segments_of
     from tilewise.linear.kernels.triton.tape import Tape
 
     for options, is_plain in (({}, True), (other, False)):
@@ -89,7 +129,7 @@ def test_wide_heads_are_refused() -> None:
 
 
 def test_segments_fill_a_gpu_and_no_more() -> None:
-    from tilewise.linear.kernels.triton.launch import segment_rows
+    from tilewise.linear.kernels.triton.call import segment_rows
 
     assert segment_rows(16384, 64, programs=32, slots=264) == 2048  # eight segments: 256 programs
     assert segment_rows(2048, 64, programs=256, slots=264) == 2048  # heads enough

@@ -34,6 +34,7 @@ from tilewise.kernels.triton import (
     tuning,
 )
 from tilewise.linear import validate as linear
+from tilewise.linear.kernels.triton import call as call_linear
 from tilewise.linear.kernels.triton import choices as choices_linear
 from tilewise.linear.kernels.triton import launch as launch_linear
 from tilewise.pytorch.rope import rotation_on
@@ -170,9 +171,9 @@ def _stand_for(name: str, target: Target) -> None:
     JITFunction.run = lambda kernel, *args, **named: _compile(target, kernel, *args, **named)
     tuning.architecture, tuning.shared_memory = (lambda device: name), (lambda device: target.shared_memory)
     choices_linear.shared_memory = tuning.shared_memory
-    tuning.processors = launch_decode.processors = launch_linear.processors = lambda device: 132
+    tuning.processors = launch_decode.processors = call_linear.processors = lambda device: 132
     arguments._has_copy_engine = lambda device: target.copies
-    launch_decode.starts_early = launch_linear.starts_early = lambda device: target.copies
+    launch_decode.starts_early = call_linear.starts_early = lambda device: target.copies
 
 
 def _every_kernel(and_more: bool) -> None:
@@ -190,7 +191,8 @@ def _every_kernel(and_more: bool) -> None:
     _turn(torch.bfloat16, 128, tw.Rope())
     _decode(Attention(0.1), torch.bfloat16, 128, None)
     _decode(Attention(0.1), torch.float16, 80, 16, tw.Rope(24, interleaved=True))
-    _linear(torch.bfloat16, 64, n=4096, decay=torch.zeros(2))
+    _linear(torch.bfloat16, 64, n=32768, decay=torch.zeros(2))
+    _linear(torch.bfloat16, 128, n=16384)
     _linear(torch.bfloat16, 128, n=4096, normalize=False, feature_map="identity")
     if and_more:
         _further(causal, scores)

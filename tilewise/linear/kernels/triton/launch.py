@@ -8,95 +8,23 @@ are enough for all processors there is one segment, and no states.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 
 from tilewise import arrays
-from tilewise.expr import S
-from tilewise.kernels.triton import modules
-from tilewise.kernels.triton.arguments import starts_early, steps_of
-from tilewise.kernels.triton.fitting import padded
-from tilewise.kernels.triton.ops import function
-from tilewise.kernels.triton.tuning import processors
-from tilewise.kernels.uploads import kept_on
-from tilewise.linear.features import slope
 from tilewise.linear.kernels.decays import decay_gradient, log_decay
-from tilewise.linear.kernels.triton.choices import Choice, choice_of, segments_for
+from tilewise.linear.kernels.triton.call import Call, all_steps, functions_of, in_advance, scale_of, segments_of
+from tilewise.linear.kernels.triton.rows import Keys, keys_of, pulled_of, queries_of, weighed_queries
 from tilewise.linear.kernels.triton.source import backward as backward_kernels
 from tilewise.linear.kernels.triton.source import forward as forward_kernels
 from tilewise.linear.kernels.triton.source import states as state_kernels
 from tilewise.linear.kernels.triton.tape import Tape
-from tilewise.linear.spec import Done, Linear, LinearGrads, Problem
+from tilewise.linear.spec import Done, LinearGrads, Problem
 from tilewise.linear.state import LinearState
-from tilewise.walking import remembered
 
 _BLOCK = 1024  # numbers of a state that a program of `scan` has
-
-
-class Segments(NamedTuple):
-    """table: (segments, 2), the first row and the one behind the last; firsts: the first segment of each sequence."""
-
-    table: Any
-    firsts: Any
-
-    @property
-    def number(self) -> int:
-        return int(self.table.shape[0])
-
-
-class Call(NamedTuple):
-    """A problem on its way through the kernels."""
-
-    problem: Problem
-    segments: Segments
-    chunk: int | None
-    tape: Tape
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether those that go through the rows leave the states at a sequence's ends; else `scan` does."""
-        return self.problem.spec.causal and self.problem.spec.lengths is None
-
-    @property
-    def is_one_segment(self) -> bool:
-        return self.by_kernels and self.segments.number == 1
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `plain_outputs` serves: rows are features as they are, and multiplied as they come."""
-        spec, shape = self.problem.spec, self.problem.shape
-        is_bare = spec.causal and not spec.normalize and self.problem.decay is None and _functions(spec).feature is None
-        return is_bare and shape.dtype == "bfloat16" and padded(shape.d, shape.dtype) == padded(shape.d_v, shape.dtype)
-
-    @property
-    def early(self) -> bool:
-        """Whether `scan`, and `outputs` behind it, start beside the kernel before them and wait for it there."""
-        return starts_early(self.problem.q.device)
-
-    def choice(self, kernel: str) -> Choice:
-        return choice_of(kernel, self.problem.shape, self.chunk)
-
-    def numbers(self, *size: int) -> Any:
-        return self.tape.empty(size, torch.float32, self.problem.q.device)
-
-    def launch(
-        self, kernel: Any, heads: int, width: int, *args: Any, segments: int | None = None, **named: Any
-    ) -> None:
-        """For each block of a state that has so many rows or columns, head and segment."""
-        shape = self.problem.shape
-        choice = self.choice(kernel.__name__)
-        blocks = -(-width // choice.block)
-        grid = (shape.batch * heads * blocks, self.segments.number if segments is None else segments)
-        self.tape.launch(
-            kernel, grid, *args, **named, TYPE=getattr(tl, shape.dtype), CHUNK=choice.chunk, BLOCK=choice.block,
-            BLOCKS=blocks, D=shape.d, D_V=shape.d_v, DEPTH=padded(shape.d, shape.dtype),
-            COLUMNS=padded(shape.d_v, shape.dtype), num_warps=choice.warps, num_stages=choice.stages,
-        )  # fmt: skip
 
 
 def forward(problem: Problem, chunk: int | None = None) -> Done:
@@ -107,26 +35,33 @@ def forward(problem: Problem, chunk: int | None = None) -> Done:
 @np.errstate(all="ignore")
 def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any]:
     """With the states before each segment, if there are several."""
-    shape, spec, q, k, v, decay = problem.shape, problem.spec, problem.q, problem.k, problem.v, problem.decay
+    shape, spec, v, decay = problem.shape, problem.spec, problem.v, problem.decay
     call = Call(problem, segments_of(problem, chunk), chunk, tape)
     final = _empty_state(call) if spec.keeps_state else None
-    states, _ = _states(call, final)
-    sizes, steps = arrays.stored_as(q, v)
-    out = call.tape.empty(sizes, q.dtype, q.device, steps)
-    norm = call.numbers(*q.shape[:2], q.shape[2] if spec.normalize else 0)
+    keys = keys_of(call, sums=spec.normalize or final is not None)
+    states, _ = _states(call, keys, final)
     initial, left = _parts(problem.initial), final if call.by_kernels else None
-    by_head = call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, _scale(spec)
-    early = _in_advance(call.early and states is not None)
+    q, scale, norm = weighed_queries(call, keys, states, initial)
+    sizes, steps = arrays.stored_as(problem.q, v)
+    out = call.tape.empty(sizes, q.dtype, q.device, steps)
+    named = in_advance(call.early and (states is not None or norm is not None))
+    to_fill = None
+    if norm is None:
+        norm = call.numbers(*q.shape[:2], q.shape[2] if spec.normalize else 0)
+        to_fill = norm if spec.normalize else None
+    by_head = call.segments.table, call.segments.number, shape.heads, shape.group, shape.n_q, scale
     if call.is_plain:
         call.launch(
             forward_kernels.plain_outputs, shape.heads, shape.d_v,
-            q, k, v, states, initial, out, left, *_steps(q, k, v, out), *by_head, **early,
+            q, keys.k, v, keys.sums, states, initial, out, left, *all_steps(q, keys.k, v, keys.sums, out), *by_head,
+            **named,
         )  # fmt: skip
     else:
         call.launch(
-            forward_kernels.outputs, shape.heads, shape.d_v, q, k, v, decay, states, initial, out,
-            norm if spec.normalize else None, left, *_steps(q, k, v, decay, out), *by_head,
-            one=call.choice("outputs").one, FEATURE=_functions(spec).feature, CAUSAL=spec.causal, **early,
+            forward_kernels.outputs, shape.heads, shape.d_v,
+            q, keys.k, v, decay, keys.sums, states, initial, out, to_fill, left,
+            *all_steps(q, keys.k, v, decay, keys.sums, out), *by_head,
+            one=call.choice("outputs").one, FEATURE=keys.feature, CAUSAL=spec.causal, **named,
         )  # fmt: skip
     state = LinearState(None, None, None)
     if final is not None:
@@ -142,44 +77,51 @@ def backward(
     tape: Tape | None = None, states: Any = None,
 ) -> LinearGrads:  # fmt: skip
     """Gradients of sum(out * d_out) + sum(state * d_state). states: those before each segment, if they were kept."""
-    shape, spec, q, k, v, decay = problem.shape, problem.spec, problem.q, problem.k, problem.v, problem.decay
-    call = Call(problem, segments_of(problem, chunk), chunk, tape or Tape(q, k, v, done.out, done.norm, d_out))
+    shape, spec, v, decay = problem.shape, problem.spec, problem.v, problem.decay
+    given = problem.q, problem.k, v
+    tape = tape or Tape(*given, done.out, done.norm, d_out)
+    call = Call(problem, segments_of(problem, chunk), chunk, tape, backward=True)
     segments = call.segments
-    states, totals = _states(call, None) if states is None else (states, None)
-    d_q, d_k, d_v = (call.tape.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
-    norm, shift = (done.norm, call.numbers(*done.norm.shape)) if spec.normalize else (None, None)
+    keys, queries = keys_of(call, sums=spec.normalize), queries_of(call)
+    q, k = queries.q, keys.k
+    states, totals = _states(call, keys, None) if states is None else (states, None)
+    d_q, d_k, d_v = (call.tape.empty(x.shape, x.dtype, x.device) for x in given)
+    g, norm, shift, g_sums = pulled_of(call, queries, done.out, done.norm, d_out)
     d_rows, d_columns = (
         None if decay is None else call.numbers(-(-shape.d // call.choice(kernel).block), *x.shape[:3])
         for kernel, x in (("linear_d_query", q), ("linear_d_keys", k))
     )
     pulled = _parts(d_state)
     d_initial = None if problem.initial is None else _empty_state(call)
-    functions = _functions(spec)
-    named = {"FEATURE": functions.feature, "CAUSAL": spec.causal}
-    by_key = segments.table, segments.number, shape.heads_k, shape.n_q, _scale(spec)
+    slope = functions_of(spec).slope
+    raw_q, raw_k = (None, None) if slope is None else (problem.q, problem.k)
+    named = {"FEATURE": keys.feature, "CAUSAL": spec.causal}
+    by_key = segments.table, segments.number, shape.heads_k, shape.n_q, queries.scale
     call.launch(
         backward_kernels.linear_d_query, shape.heads, shape.d,
-        q, k, v, decay, states, _parts(problem.initial), done.out, norm, d_out, d_q, shift, d_rows,
-        *_steps(q, k, v, decay, done.out, d_out, d_q), segments.table, segments.number, shape.heads, shape.group,
-        shape.n_q, _scale(spec), one=call.choice("linear_d_query").one, SLOPE=functions.slope, **named,
+        q, k, v, raw_q, decay, keys.sums, states, _parts(problem.initial), done.out, norm, g, d_q, shift, d_rows,
+        *all_steps(q, k, v, raw_q, decay, keys.sums, done.out, g, d_q), segments.table, segments.number, shape.heads,
+        shape.group, shape.n_q, queries.scale, scale_of(spec), one=call.choice("linear_d_query").one,
+        SLOPE=slope, **named,
     )  # fmt: skip
     d_states = None if states is None else call.numbers(*states.shape)
     if d_states is not None:
         call.launch(
             state_kernels.d_segment_states, shape.heads_k, shape.d_v,
-            q, d_out, norm, shift, decay, d_states, *_steps(q, d_out, decay), *by_key,
-            GROUP=shape.group, FEATURE=functions.feature, EARLY=call.early,
+            q, g, norm, shift, decay, g_sums, d_states, *all_steps(q, g, decay, g_sums), *by_key,
+            GROUP=shape.group, FEATURE=keys.feature, EARLY=call.early,
         )  # fmt: skip
         _scan(call, d_states, totals, pulled, None if call.by_kernels else d_initial, backwards=True)
     call.launch(
         backward_kernels.linear_d_keys, shape.heads_k, shape.d,
-        q, k, v, decay, d_states, pulled, norm, d_out, shift, d_k, d_columns, d_initial if call.by_kernels else None,
-        *_steps(q, k, v, decay, d_out, d_k), *by_key, one=call.choice("linear_d_keys").one,
-        GROUP=shape.group, SLOPE=functions.slope, SUMS=spec.normalize or d_state is not None, **named,
+        q, k, v, raw_k, decay, g_sums, d_states, pulled, norm, g, shift, d_k, d_columns,
+        d_initial if call.by_kernels else None, *all_steps(q, k, v, raw_k, decay, g_sums, g, d_k), *by_key,
+        one=call.choice("linear_d_keys").one,
+        GROUP=shape.group, SLOPE=slope, SUMS=spec.normalize or d_state is not None, **named,
     )  # fmt: skip
     call.launch(
         backward_kernels.d_values, shape.heads_k, shape.d_v,
-        q, k, decay, d_states, pulled, norm, d_out, d_v, *_steps(q, k, decay, d_out, d_v), *by_key,
+        q, k, decay, d_states, pulled, norm, g, d_v, *all_steps(q, k, decay, g, d_v), *by_key,
         one=call.choice("d_values").one, GROUP=shape.group, **named,
     )  # fmt: skip
     d_decay = None
@@ -219,7 +161,7 @@ def backward_tape(problem: Problem, done: Done, states: Any, d_out: Any) -> Tape
 # -- states -----------------------------------------------------------------------------------------------------------
 
 
-def _states(call: Call, final: Any) -> tuple[Any, Any]:
+def _states(call: Call, keys: Keys, final: Any) -> tuple[Any, Any]:
     """The state before each segment, and by how much each decays it; nothing for the only segment of a sequence. final:
     where the state after all goes (kv, z), or None."""
     problem, shape, segments = call.problem, call.problem.shape, call.segments
@@ -229,11 +171,12 @@ def _states(call: Call, final: Any) -> tuple[Any, Any]:
     states = call.numbers(*slots, shape.d * shape.d_v + shape.d)
     totals = None if problem.decay is None else call.numbers(*slots)
     call.launch(
-        state_kernels.segment_states, shape.heads_k, shape.d_v, problem.k, problem.v, problem.decay, states, totals,
-        *_steps(problem.k, problem.v, problem.decay), segments.table, segments.number, shape.heads_k,
+        state_kernels.segment_states, shape.heads_k, shape.d_v,
+        keys.k, problem.v, problem.decay, keys.sums, states, totals,
+        *all_steps(keys.k, problem.v, problem.decay, keys.sums), segments.table, segments.number, shape.heads_k,
         # What the last one adds nobody asks for, but by how much it decays.
         segments=segments.number - 1 if call.by_kernels and problem.decay is None else None,
-        FEATURE=_functions(problem.spec).feature, SUMS=problem.spec.normalize or final is not None, EARLY=call.early,
+        FEATURE=keys.feature, SUMS=problem.spec.normalize or final is not None, EARLY=call.early,
     )  # fmt: skip
     _scan(call, states, totals, _parts(problem.initial), None if call.by_kernels else final)
     return states, totals
@@ -246,7 +189,7 @@ def _scan(call: Call, states: Any, totals: Any, initial: Any, final: Any, backwa
         state_kernels.scan, (problem.n_states * shape.heads_k, -(-size // _BLOCK)),
         states, totals, initial, final, call.segments.firsts, call.segments.number, shape.heads_k, size,
         PACKED=problem.spec.lengths is not None, BACKWARDS=backwards, CAUSAL=problem.spec.causal, D=shape.d,
-        BLOCK=_BLOCK, **_in_advance(call.early),
+        BLOCK=_BLOCK, **in_advance(call.early),
     )  # fmt: skip
 
 
@@ -266,63 +209,3 @@ def _untouched(problem: Problem) -> tuple[Any, Any]:
 
 def _parts(state: LinearState | None) -> tuple[Any, Any] | None:
     return None if state is None else (state.kv.contiguous(), state.z.contiguous())
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
-
-
-def segments_of(problem: Problem, chunk: int | None = None) -> Segments:
-    """As many as keep all processors busy, and no more: k and v are read for each state once more."""
-    shape = problem.shape
-    choice = choice_of("outputs", shape, chunk)
-    programs = shape.batch * shape.heads * -(-shape.d_v // choice.block)
-    rows = segment_rows(shape.n_q, choice.chunk, programs, choice.residents * processors(problem.q.device))
-    lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
-    device = problem.q.device
-    return kept_on(device, ("linear segments", lengths, rows), (), lambda: _segments(device, lengths, rows))
-
-
-def segment_rows(n: int, chunk: int, programs: int, slots: int) -> int:
-    """Of a segment: whole chunks, of a sequence that so many programs would go through from end to end."""
-    chunks = -(-n // chunk)
-    return chunk * max(1, -(-chunks // segments_for(programs, chunks, slots)))
-
-
-def _segments(device: Any, lengths: tuple[int, ...], rows: int) -> Segments:
-    table: list[tuple[int, int]] = []
-    firsts = [0]
-    for begin, end in pairwise(lengths):
-        table += [(first, min(first + rows, end)) for first in range(begin, end, rows)]
-        firsts.append(len(table))
-    tensors = torch.tensor(table, dtype=torch.int32).reshape(-1, 2), torch.tensor(firsts, dtype=torch.int32)
-    return Segments(*(x.to(device) for x in tensors))
-
-
-class Functions(NamedTuple):
-    feature: Any
-    slope: Any
-
-
-def _functions(spec: Linear) -> Functions:
-    """The feature map and its slope, written once; None for the identity."""
-    if spec.feature.key == S.key:
-        return Functions(None, None)
-    texts = remembered(
-        spec.feature, "linear triton",
-        lambda feature: (function("feature", feature, ()), function("slope", slope(feature), ())),
-    )  # fmt: skip
-    module: ModuleType = modules.module(texts)
-    return Functions(module.feature, module.slope)
-
-
-def _in_advance(early: bool) -> dict[str, Any]:
-    """For a kernel that waits by itself for the one before it: an option that only some GPUs know."""
-    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-
-
-def _scale(spec: Linear) -> float | None:
-    return None if spec.scale == 1.0 else spec.scale
-
-
-def _steps(*given: Any) -> tuple[Any, ...]:
-    return tuple(None if x is None else steps_of(x) for x in given)

@@ -10,7 +10,6 @@ from tilewise.linear.kernels.triton.source.chunks import (
     decayed,
     decays,
     features,
-    features_of,
     kept,
     load_head,
     load_numbers,
@@ -24,19 +23,22 @@ from tilewise.linear.kernels.triton.source.chunks import (
     store_head,
     store_numbers,
     store_state,
+    sum_of,
     within,
 )
 
 
 @triton.jit
 def linear_d_query(
-    q, k, v, decay, states, initial, out, norm, d_out, d_q, shift, d_rows,
-    q_steps, k_steps, v_steps, decay_steps, out_steps, d_out_steps, d_q_steps,
-    segments, n_segments, heads, group, n, scale, one, FEATURE: tl.constexpr, SLOPE: tl.constexpr, CAUSAL: tl.constexpr,
+    q, k, v, raw, decay, sums, states, initial, out, norm, d_out, d_q, shift, d_rows,
+    q_steps, k_steps, v_steps, raw_steps, decay_steps, sums_steps, out_steps, d_out_steps, d_q_steps,
+    segments, n_segments, heads, group, n, scale, d_scale, one,
+    FEATURE: tl.constexpr, SLOPE: tl.constexpr, CAUSAL: tl.constexpr,
     TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """shift: where the gradient of each row's sum of weights is left; d_rows: that of what its weights decayed by."""
+    """raw: q, whose slopes count. shift: the gradient of each row's sum of weights, which is left there if d_out is to
+    be divided by norm yet; d_rows: where that of what its weights decayed by is left."""
     b, h, block = place_of(heads, BLOCKS)
     hk = h // group
     begin, end = segment_at(segments)
@@ -53,6 +55,9 @@ def linear_d_query(
             e = -tl.sum(g.to(tl.float32) * out_rows, 1)
             if block == 0:
                 store_numbers(shift, b, h, heads, n, first, end, e, CHUNK)
+        elif shift is not None:
+            e = load_numbers(shift, b, h, heads, n, first, end, CHUNK)
+        if shift is not None:
             d_f += e[:, None] * z[None, :]
         d_f = decayed(d_f, c, decay)
         if CAUSAL:
@@ -60,55 +65,58 @@ def linear_d_query(
             f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
             v_rows = load_head(v, v_steps, b, hk, first, end, j, CHUNK, D_V)
             d_w = product(g, tl.trans(v_rows), TYPE)
-            if norm is not None:
+            if shift is not None:
                 d_w += e[:, None]
             d_f = added(d_f, product(within(d_w, c, decay, CHUNK), f_k, TYPE), one)
             # 4 the state after it
-            kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS=norm is not None)
+            kv, z = after(
+                kv, z, f_k, v_rows, c, total, decay, sums, sums_steps, b, hk, first, i, TYPE, CHUNK, D,
+                SUMS=shift is not None,
+            )  # fmt: skip
         # 5 finish: d_q
-        if d_rows is not None or SLOPE is not None:
-            q_rows = load_head(q, q_steps, b, h, first, end, i, CHUNK, D)
         if d_rows is not None:
-            f_q = features_of(q_rows, scale, first, end, i, FEATURE, TYPE, CHUNK, D).to(tl.float32)
+            f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D).to(tl.float32)
             part = d_rows + block * (tl.num_programs(0) // BLOCKS).to(tl.int64) * n
             store_numbers(part, b, h, heads, n, first, end, tl.sum(f_q * d_f, 1), CHUNK)
         if SLOPE is not None:
-            d_f *= mapped(q_rows, SLOPE, first, end, i, CHUNK, D)
-        store_head(d_q, d_q_steps, b, h, first, end, i, scaled(d_f, scale), CHUNK, D)
+            d_f *= mapped(load_head(raw, raw_steps, b, h, first, end, i, CHUNK, D), SLOPE, first, end, i, CHUNK, D)
+        store_head(d_q, d_q_steps, b, h, first, end, i, scaled(d_f, d_scale), CHUNK, D)
 
 
 @triton.jit
 def key_rows(
-    d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, h, heads, n, first, end, i, j, scale,
-    one, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, sums, q_steps, d_out_steps, sums_steps, b, h, heads, n, first,
+    end, i, j, scale, one,
+    FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
 ):  # fmt: skip
     """One head's queries: what they add to the gradient of a chunk's keys, and to that of the state."""
     # 3 weights within the chunk
     f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
     g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
     d_w = product(v_rows, tl.trans(g), TYPE)
-    if norm is not None:
+    if shift is not None:
         e = load_numbers(shift, b, h, heads, n, first, end, CHUNK)
         d_w += e[None, :]
     d_f = added(d_f, product(within(d_w, c, decay, CHUNK, TURNED=True), f_q, TYPE), one)
     # 4 the gradient of the state before it
     f_q = decayed(f_q, c, decay)
     kv += product(tl.trans(f_q), g, TYPE)
-    if norm is not None:
-        z += tl.sum(f_q.to(tl.float32) * e[:, None], 0)
+    if shift is not None:
+        z += sum_of(f_q.to(tl.float32) * e[:, None], sums, sums_steps, b, h, first, i, CHUNK, D)
     return d_f, kv, z
 
 
 @triton.jit
 def linear_d_keys(
-    q, k, v, decay, states, d_state, norm, d_out, shift, d_k, d_columns, d_initial,
-    q_steps, k_steps, v_steps, decay_steps, d_out_steps, d_k_steps,
+    q, k, v, raw, decay, sums, states, d_state, norm, d_out, shift, d_k, d_columns, d_initial,
+    q_steps, k_steps, v_steps, raw_steps, decay_steps, sums_steps, d_out_steps, d_k_steps,
     segments, n_segments, heads_k, n, scale, one,
     GROUP: tl.constexpr, FEATURE: tl.constexpr, SLOPE: tl.constexpr, SUMS: tl.constexpr, CAUSAL: tl.constexpr,
     TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """states: gradients of the states behind each segment; d_state: that of the last. d_columns: of what keys decay by,
+    """raw: k, whose slopes count. sums: of e f_q over each chunk's rows, if they were made before. states: gradients of
+    the states behind each segment; d_state: that of the last. d_columns: of what keys decay by,
     as d_rows is of rows. SUMS: z has a gradient. d_initial: where that of the state before the first segment goes, if
     it is wanted."""
     b, hk, block = place_of(heads_k, BLOCKS)
@@ -131,24 +139,22 @@ def linear_d_keys(
             kv, z = kept(kv, total, decay), kept(z, total, decay)
             if GROUP == 1:  # no loop in the loop: what comes next is loaded meanwhile
                 d_f, kv, z = key_rows(
-                    d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, hk, heads, n, first,
-                    end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
+                    d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, sums, q_steps, d_out_steps, sums_steps, b, hk,
+                    heads, n, first, end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
                 )  # fmt: skip
             else:
                 for h in range(hk * GROUP, (hk + 1) * GROUP):
                     d_f, kv, z = key_rows(
-                        d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, q_steps, d_out_steps, b, h, heads, n,
-                        first, end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
+                        d_f, kv, z, v_rows, q, d_out, norm, shift, decay, c, sums, q_steps, d_out_steps, sums_steps, b,
+                        h, heads, n, first, end, i, j, scale, one, FEATURE, TYPE, CHUNK, D, D_V,
                     )  # fmt: skip
         # 5 finish: d_k
-        if d_columns is not None or SLOPE is not None:
-            k_rows = load_head(k, k_steps, b, hk, first, end, i, CHUNK, D)
         if d_columns is not None:
-            f_k = features_of(k_rows, None, first, end, i, FEATURE, TYPE, CHUNK, D).to(tl.float32)
+            f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D).to(tl.float32)
             part = d_columns + block * (tl.num_programs(0) // BLOCKS).to(tl.int64) * n
             store_numbers(part, b, hk, heads_k, n, first, end, tl.sum(f_k * d_f, 1), CHUNK)
         if SLOPE is not None:
-            d_f *= mapped(k_rows, SLOPE, first, end, i, CHUNK, D)
+            d_f *= mapped(load_head(raw, raw_steps, b, hk, first, end, i, CHUNK, D), SLOPE, first, end, i, CHUNK, D)
         store_head(d_k, d_k_steps, b, hk, first, end, i, d_f, CHUNK, D)
     if d_initial is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if begin == 0:

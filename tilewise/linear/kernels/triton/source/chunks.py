@@ -5,7 +5,8 @@ A state is d x d_v numbers and, behind them, the d numbers of z, all float32. A 
 its rows, in registers: all of it would leave no room for anything else.
 
 What a call has not is None: a FEATURE map (identity), a scale (1), a decay, norms. Nothing is computed for it then, so
-that rows go from memory to the tensor cores as they are, past the registers.
+that rows go from memory to the tensor cores as they are, past the registers. What rows.py has made before is as if a
+call had it not: features are rows, and sums over a chunk's rows are there to be loaded.
 """
 
 import triton
@@ -119,13 +120,14 @@ def scaled(x, scale):
 
 
 @triton.jit
-def features_of(
-    x, scale, first, last, column, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
+def unrounded_features(
+    x, steps, b, h, first, last, column, scale, FEATURE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Of rows that are loaded; rounded as products take them at once: half as many registers hold them."""
+    """Of one head's rows."""
+    rows = load_head(x, steps, b, h, first, last, column, CHUNK, WIDTH)
     if FEATURE is not None:
-        x = mapped(x, FEATURE, first, last, column, CHUNK, WIDTH)
-    return operand(scaled(x, scale), TYPE)
+        rows = mapped(rows, FEATURE, first, last, column, CHUNK, WIDTH)
+    return scaled(rows, scale)
 
 
 @triton.jit
@@ -133,9 +135,8 @@ def features(
     x, steps, b, h, first, last, column, scale,
     FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of one head's rows."""
-    rows = load_head(x, steps, b, h, first, last, column, CHUNK, WIDTH)
-    return features_of(rows, scale, first, last, column, FEATURE, TYPE, CHUNK, WIDTH)
+    """Rounded as products take them at once: half as many registers hold them."""
+    return operand(unrounded_features(x, steps, b, h, first, last, column, scale, FEATURE, CHUNK, WIDTH), TYPE)
 
 
 @triton.jit
@@ -261,10 +262,42 @@ def state_of(states, given, n_segments, b, hk, heads_k, i, j, D: tl.constexpr, D
 
 
 @triton.jit
-def after(kv, z, f_k, v, c, total, decay, TYPE: tl.constexpr, SUMS: tl.constexpr):
+def z_of(states, given, n_segments, b, hk, heads_k, i, D: tl.constexpr, D_V: tl.constexpr):
+    """z alone."""
+    if states is not None:
+        z = tl.load(state_at(states, n_segments, b, hk, heads_k, D, D_V) + D * D_V + i, mask=i < D, other=0.0)
+    elif given is not None:
+        z = tl.load(given[1] + (tl.cast(b, tl.int64) * heads_k + hk) * D + i, mask=i < D, other=0.0)
+    else:
+        z = tl.zeros([i.shape[0]], tl.float32)
+    return z
+
+
+@triton.jit
+def sums_at(sums, steps, b, h, first, CHUNK: tl.constexpr):
+    """Where those of a chunk are. With the number of their segment chunks count on from one to the next, though a
+    segment may begin where no chunk of another sequence would."""
+    return matrix(sums, steps, b, h, first // CHUNK + tl.program_id(1))
+
+
+@triton.jit
+def sum_of(rows, sums, steps, b, h, first, i, CHUNK: tl.constexpr, D: tl.constexpr):
+    """Over a chunk's rows; loaded, if it was made before."""
+    if sums is not None:
+        total = tl.load(sums_at(sums, steps, b, h, first, CHUNK) + i, mask=i < D, other=0.0)
+    else:
+        total = tl.sum(rows.to(tl.float32), 0)
+    return total
+
+
+@triton.jit
+def after(
+    kv, z, f_k, v, c, total, decay, sums, sums_steps, b, hk, first, i,
+    TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
     """The state after a chunk. SUMS: z, too."""
     f_k = decayed(f_k, total - c, decay)
     kv = kept(kv, total, decay) + product(tl.trans(f_k), v, TYPE)
     if SUMS:
-        z = kept(z, total, decay) + tl.sum(f_k.to(tl.float32), 0)
+        z = kept(z, total, decay) + sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
     return kv, z

@@ -21,18 +21,21 @@ from tilewise.linear.kernels.triton.source.chunks import (
     store_head,
     store_numbers,
     store_state,
+    sum_of,
     within,
 )
 
 
 @triton.jit
 def outputs(
-    q, k, v, decay, states, initial, out, norm, final, q_steps, k_steps, v_steps, decay_steps, out_steps,
-    segments, n_segments, heads, group, n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
+    q, k, v, decay, sums, states, initial, out, norm, final,
+    q_steps, k_steps, v_steps, decay_steps, sums_steps, out_steps, segments, n_segments, heads, group,
+    n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """final: where the state after the last segment goes (kv, z), if it is wanted from here."""
+    """norm: where the sums of rows' weights go, if rows are still to be divided by them; final: where the state after
+    the last segment goes (kv, z), if it is wanted from here."""
     b, h, block = place_of(heads, BLOCKS)
     hk, heads_k = h // group, heads // group
     begin, end = segment_at(segments)
@@ -47,7 +50,7 @@ def outputs(
         # 2 what came before the chunk
         acc = decayed(product(f_q, kv, TYPE), c, decay)
         if norm is not None:
-            sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * tl.exp(c)
+            row_sums = tl.sum(f_q.to(tl.float32) * z[None, :], 1) * tl.exp(c)
         if CAUSAL:
             # 3 weights within the chunk
             f_k = features(k, k_steps, b, hk, first, end, i, None, FEATURE, TYPE, CHUNK, D)
@@ -55,14 +58,17 @@ def outputs(
             w = within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK)
             acc = added(acc, product(w, v_rows, TYPE), one)
             if norm is not None:
-                sums += tl.sum(w, 1)
+                row_sums += tl.sum(w, 1)
             # 4 the state after it
-            kv, z = after(kv, z, f_k, v_rows, c, total, decay, TYPE, SUMS=norm is not None or final is not None)
-        # 5 finish: acc / sums
+            kv, z = after(
+                kv, z, f_k, v_rows, c, total, decay, sums, sums_steps, b, hk, first, i, TYPE, CHUNK, D,
+                SUMS=norm is not None or final is not None,
+            )  # fmt: skip
+        # 5 finish: acc / row_sums
         if norm is not None:
             if block == 0:
-                store_numbers(norm, b, h, heads, n, first, end, sums, CHUNK)
-            acc *= inverse(sums)[:, None]
+                store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
+            acc *= inverse(row_sums)[:, None]
         store_head(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
     if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if (end == n) & (h % group == 0):
@@ -72,16 +78,16 @@ def outputs(
 
 @triton.jit
 def plain_outputs(
-    q, k, v, states, initial, out, final, q_steps, k_steps, v_steps, out_steps,
+    q, k, v, sums, states, initial, out, final, q_steps, k_steps, v_steps, sums_steps, out_steps,
     segments, n_segments, heads, group, n, scale,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for causal calls whose rows are features as they are, without decay and norms.
+    """The same for causal calls whose rows are features, without decay and norms.
 
     Columns of the state lie as rows, and so do those of what is computed: tensor cores take a first operand from
     registers, where the state is, and the second from shared memory. The other way round, all of the state would go
-    there for every chunk. What else a call may have would take registers that this has not.
+    there for every chunk. What else a call may have would take registers that this has not: it is made before.
     """
     b, h, block = place_of(heads, BLOCKS)
     hk, heads_k = h // group, heads // group
@@ -105,7 +111,7 @@ def plain_outputs(
         # 4 the state after it
         kv += product(tl.trans(v_rows), f_k, TYPE)
         if final is not None:
-            z += tl.sum(f_k.to(tl.float32), 0)
+            z += sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
         # 5 finish
         store_columns(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
     if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not

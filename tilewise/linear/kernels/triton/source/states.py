@@ -8,6 +8,7 @@ from tilewise.linear.kernels.triton.source.chunks import (
     decayed,
     decays,
     features,
+    kept,
     load_head,
     load_numbers,
     place_of,
@@ -16,12 +17,22 @@ from tilewise.linear.kernels.triton.source.chunks import (
     segment_at,
     state_at,
     store_state,
+    sum_of,
 )
 
 
 @triton.jit
+def decayed_sum(rows, log_decay, decay, sums, steps, b, h, first, i, CHUNK: tl.constexpr, D: tl.constexpr):
+    """Over a chunk's rows, which are decayed by all that they are to be; a sum that was made before is not."""
+    total = sum_of(rows, sums, steps, b, h, first, i, CHUNK, D)
+    if sums is not None:
+        total = kept(total, log_decay, decay)
+    return total
+
+
+@triton.jit
 def segment_states(
-    k, v, decay, states, totals, k_steps, v_steps, decay_steps, segments, n_segments, heads_k,
+    k, v, decay, sums, states, totals, k_steps, v_steps, decay_steps, sums_steps, segments, n_segments, heads_k,
     FEATURE: tl.constexpr, SUMS: tl.constexpr, EARLY: tl.constexpr, TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -45,7 +56,7 @@ def segment_states(
         f_k = decayed(f_k, log_decay + (total - c), decay)
         kv += product(tl.trans(f_k), v_rows, TYPE)
         if SUMS:
-            z += tl.sum(f_k.to(tl.float32), 0)
+            z += decayed_sum(f_k, log_decay, decay, sums, sums_steps, b, hk, first, i, CHUNK, D)
         log_decay += total
     at = state_at(states, n_segments, b, hk, heads_k, D, D_V)
     store_state(at, at + D * D_V, kv, z, i, j, block == 0, D, D_V)
@@ -55,22 +66,25 @@ def segment_states(
 
 @triton.jit
 def row_state(
-    kv, z, q, d_out, norm, shift, decay, logs, q_steps, d_out_steps, b, h, heads, n, first, end, i, j, scale,
+    kv, z, q, d_out, norm, shift, decay, sums, c, log_decay, q_steps, d_out_steps, sums_steps, b, h, heads, n, first,
+    end, i, j, scale,
     FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
 ):  # fmt: skip
-    """With what one head's rows add. logs: by how much each decays."""
+    """With what one head's rows add. c and log_decay: by how much each decays in this chunk, and in those before."""
     f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
-    f_q = decayed(f_q, logs, decay)
+    f_q = decayed(f_q, log_decay + c, decay)
     g = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
     kv += product(tl.trans(f_q), g, TYPE)
-    if norm is not None:
-        z += tl.sum(f_q.to(tl.float32) * load_numbers(shift, b, h, heads, n, first, end, CHUNK)[:, None], 0)
+    if shift is not None:
+        e = load_numbers(shift, b, h, heads, n, first, end, CHUNK)
+        z += decayed_sum(f_q.to(tl.float32) * e[:, None], log_decay, decay, sums, sums_steps, b, h, first, i, CHUNK, D)
     return kv, z
 
 
 @triton.jit
 def d_segment_states(
-    q, d_out, norm, shift, decay, states, q_steps, d_out_steps, decay_steps, segments, n_segments, heads_k, n, scale,
+    q, d_out, norm, shift, decay, sums, states, q_steps, d_out_steps, decay_steps, sums_steps,
+    segments, n_segments, heads_k, n, scale,
     GROUP: tl.constexpr, FEATURE: tl.constexpr, EARLY: tl.constexpr, TYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -86,17 +100,16 @@ def d_segment_states(
     log_decay = tl.cast(0.0, tl.float32)
     for first in tl.range(begin, end, CHUNK):
         c, total = decays(decay, decay_steps, b, hk, first, end, CHUNK)
-        logs = log_decay + c
         if GROUP == 1:  # no loop in the loop: what comes next is loaded meanwhile
             kv, z = row_state(
-                kv, z, q, d_out, norm, shift, decay, logs, q_steps, d_out_steps, b, hk, heads, n, first, end, i, j,
-                scale, FEATURE, TYPE, CHUNK, D, D_V,
+                kv, z, q, d_out, norm, shift, decay, sums, c, log_decay, q_steps, d_out_steps, sums_steps, b, hk,
+                heads, n, first, end, i, j, scale, FEATURE, TYPE, CHUNK, D, D_V,
             )  # fmt: skip
         else:
             for h in range(hk * GROUP, (hk + 1) * GROUP):
                 kv, z = row_state(
-                    kv, z, q, d_out, norm, shift, decay, logs, q_steps, d_out_steps, b, h, heads, n, first, end, i, j,
-                    scale, FEATURE, TYPE, CHUNK, D, D_V,
+                    kv, z, q, d_out, norm, shift, decay, sums, c, log_decay, q_steps, d_out_steps, sums_steps, b, h,
+                    heads, n, first, end, i, j, scale, FEATURE, TYPE, CHUNK, D, D_V,
                 )  # fmt: skip
         log_decay += total
     at = state_at(states, n_segments, b, hk, heads_k, D, D_V)
