@@ -35,7 +35,8 @@ def choice_of(kernel: str, shape: Shape, chunk: int | None = None) -> Choice:
     room = shared_memory(shape.device)
     if shape.dtype == "bfloat16" and room >= _HOPPER:
         if max(d, d_v) > _COLUMNS:
-            return Choice(chunk or 64, min(d, d_v), 8, 3, 1)
+            warps = 4 if kernel == "map_rows" else 8  # the fewer, the more of its programs are there at a time
+            return Choice(chunk or 64, min(d, d_v), warps, 3, 1)
         return Choice(chunk or 64, block, 4, 3, 2)
     return Choice(chunk or (16 if shape.dtype == "float32" else 64), block, 4, 2 if room >= _ROOM else 1)
 

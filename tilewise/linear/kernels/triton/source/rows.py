@@ -112,14 +112,14 @@ def weigh_rows(
         gdc_launch_dependents()
         gdc_wait()
     if first < end:
-        # 1 load q
+        # 1 load q; and k, which then comes meanwhile
+        f_k = features(k, k_steps, b, hk, first, end, i, None, None, TYPE, CHUNK, D)
         f_q = unrounded_features(q, q_steps, b, h, first, end, i, scale, FEATURE, CHUNK, D).to(tl.float32)
         # 2 what came before the chunk
         c, _ = decays(decay, decay_steps, b, hk, first, end, CHUNK)
         z = tl.load(sums_at(z_before, sums_steps, b, hk, first, CHUNK) + i, mask=i < D, other=0.0)
         row_sums = tl.sum(decayed(f_q, c, decay) * z[None, :], 1)
         # 3 weights within the chunk
-        f_k = features(k, k_steps, b, hk, first, end, i, None, None, TYPE, CHUNK, D)
         row_sums += tl.sum(within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK), 1)
         # 4 finish: f_q / row_sums
         store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
@@ -138,12 +138,12 @@ def pull_rows(
     b, h, first, end = chunk_of(heads, chunks, segments, CHUNK)
     i, j = tl.arange(0, DEPTH), tl.arange(0, COLUMNS)
     if first < end:
+        f_q = features(q, q_steps, b, h, first, end, i, scale, None, TYPE, CHUNK, D)
+        out_rows = load_head(out, out_steps, b, h, first, end, j, CHUNK, D_V).to(tl.float32)
         g_rows = row_gradients(d_out, d_out_steps, norm, b, h, heads, n, first, end, j, TYPE, CHUNK, D_V)
         store_head(g, g_steps, b, h, first, end, j, g_rows, CHUNK, D_V)
-        out_rows = load_head(out, out_steps, b, h, first, end, j, CHUNK, D_V).to(tl.float32)
         e = -tl.sum(g_rows.to(tl.float32) * out_rows, 1)
         store_numbers(shift, b, h, heads, n, first, end, e, CHUNK)
         c, _ = decays(decay, decay_steps, b, h // group, first, end, CHUNK)
-        f_q = features(q, q_steps, b, h, first, end, i, scale, None, TYPE, CHUNK, D)
         added = tl.sum(decayed(f_q, c, decay).to(tl.float32) * e[:, None], 0)
         tl.store(sums_at(sums, sums_steps, b, h, first, CHUNK) + i, added, mask=i < D)
