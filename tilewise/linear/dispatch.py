@@ -37,7 +37,7 @@ SYSTEMS = {
     "tilelang": "tilewise.linear.kernels.tilelang",
     "tilelang-c": "tilewise.linear.kernels.tilelang.c",
 }
-# `auto` never takes them: of the one the speed is not known, the other stands in for it.
+# `auto` never takes them: the one is mostly slower than Triton (docs/performance.md), the other stands in for it.
 ONLY_IF_NAMED = ("tilelang", "tilelang-c")
 NAMES = tuple(name for name in SYSTEMS if name not in ONLY_IF_NAMED)
 
