@@ -56,6 +56,26 @@ def test_other_tensors_that_lie_the_same(repeated: list[int], options: dict[str,
             assert torch.equal(grad, expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"feature_map": "identity", "normalize": False}, {"causal": False}], ids=str)
+def test_rows_that_are_made_ready_belong_to_a_call(
+    repeated: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilewise.linear.kernels.triton import call
+    from tilewise.linear.kernels.triton.tape import Tape
+
+    tapes, finished = [], Tape.finished
+    monkeypatch.setattr(call, "LARGE", 0)
+    monkeypatch.setattr(Tape, "finished", lambda self, *made: tapes.append(self) or finished(self, *made))
+    for seed in range(2):
+        given = [x.detach().bfloat16().requires_grad_() for x in _tensors(seed)]
+        out = tw.linear_attention(*given, kernel="triton", **options)
+        want, _ = tw.linear_attention(*given, kernel="triton", return_state=True, **options)
+        found, wanted = (torch.autograd.grad(x, given, out.detach()) for x in (out, want))
+        assert all(torch.equal(x, y) for x, y in zip((out, *found), (want, *wanted), strict=True))
+    kept = [x for tape in tapes for launch in tape._launches for x in launch.args if isinstance(x, torch.Tensor)]
+    assert len(repeated) == 4 and {x.dtype for x in kept} == {torch.int32}  # tables of segments
+
+
 @pytest.mark.usefixtures("repeated")
 def test_gradients_that_are_expanded_and_no_second_ones() -> None:
     q, k, v = _tensors(0)

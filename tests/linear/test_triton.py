@@ -39,7 +39,7 @@ PREPARED = [
     LinearCase("segments", 1, 2, 2, n=70, d=16, d_v=16, **BF16),
     LinearCase("grouped, carried", 2, 4, 2, n=50, d=16, d_v=16, carried=True, **BF16),
     LinearCase("scaled, not normalized", 1, 2, 1, n=50, d=16, d_v=16, scale=0.5, normalize=False, **BF16),
-    LinearCase("no features", 1, 2, 1, n=50, d=16, d_v=16, feature_map="identity", **BF16),
+    LinearCase("no features", 1, 2, 1, n=50, d=16, d_v=16, feature_map="identity", scale=0.5, **BF16),
     LinearCase("heads that are padded", 1, 2, 1, n=37, d=40, d_v=24, **BF16),
     LinearCase("packed", lengths=(0, 21, 21, 60), d=16, d_v=16, carried=True, **BF16),
 ]
@@ -72,12 +72,71 @@ def test_rows_that_are_made_ready(case: LinearCase, launched: list[str], monkeyp
     monkeypatch.setattr(call, "LARGE", 0)
     problem = case.problem()
     if case.feature_map == "identity":  # whose weights have a sum to divide by if none is below 0
-        q, k = (arrays.narrow(abs(arrays.widen(x, np.float32)), case.dtype) for x in (problem.q, problem.k))
-        problem = replace(problem, q=q, k=k)
+        q, k, v = (arrays.widen(x, np.float32) for x in (problem.q, problem.k, problem.v))
+        given = {"q": abs(q), "k": abs(k), "v": v + 2}  # of which a row's sum of weights has a gradient that counts
+        problem = replace(problem, **{name: arrays.narrow(x, case.dtype) for name, x in given.items()})
     contract.check(TRITON, problem, chunk=16)
     assert "map_rows" in launched and ("pull_rows" in launched) is case.normalize
     assert ("weigh_rows" in launched) is ("z_rows" in launched) is (case.normalize and case.causal)
     assert ("plain_outputs" in launched) is (case in PREPARED) is not ("outputs" in launched)
+
+
+AT_ONCE = 16  # chunks whose z is found side by side, as many as a chunk has rows
+LONG_SEGMENTS = [
+    LinearCase("more chunks than go at once", 1, 2, 1, n=300, d=16, d_v=16, **BF16),
+    LinearCase("and gates", 1, 2, 1, n=300, d=16, d_v=16, decay="token", carried=True, **BF16),
+    LinearCase("one segment", 1, 2, 1, n=10, d=16, d_v=16, decay="token", carried=True, **BF16),
+]
+
+
+@pytest.mark.parametrize("case", LONG_SEGMENTS, ids=lambda case: case.name)
+def test_rows_that_are_made_ready_in_long_segments(case: LinearCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewise.linear.kernels.triton import call
+
+    monkeypatch.setattr(call, "LARGE", 0)
+    monkeypatch.setattr(call, "segment_rows", lambda n, chunk, programs, slots: (AT_ONCE + 4) * chunk)
+    contract.check(TRITON, case.problem(), chunk=AT_ONCE)
+
+
+def test_sums_that_cancel_are_divided_in_float32() -> None:
+    """Keys have a large part in common, to which queries are almost orthogonal."""
+    from tilewise.linear.kernels.triton import call
+
+    rng = np.random.default_rng(0)
+    case = LinearCase("cancelling", 1, 1, 1, n=64, d=16, d_v=16, feature_map="identity", **BF16)
+    common = np.zeros(16)
+    common[:2] = 8.0, 8.0
+    q = rng.standard_normal((1, 1, 64, 16)) / 8
+    q[..., 1] = 0.02 - q[..., 0]
+    k = common + rng.standard_normal((1, 1, 64, 16)) / 8
+    rows = {name: arrays.narrow(x, case.dtype) for name, x in (("q", q), ("k", k))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(call, "LARGE", 0)
+        contract.check(TRITON, replace(case.problem(), **rows), chunk=64)
+
+
+@pytest.mark.parametrize(("options", "backward", "are_ready"), [
+    ({}, False, True), ({}, True, True), ({"n": 8}, False, False), ({"dtype": "float16"}, False, False),
+    ({"dtype": "float32"}, True, False), ({"causal": False}, False, False), ({"causal": False}, True, True),
+], ids=str)  # fmt: skip
+def test_which_calls_make_rows_ready(
+    options: dict[str, Any], backward: bool, are_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilewise.linear.kernels.triton import call
+    from tilewise.linear.kernels.triton.tape import Tape
+
+    monkeypatch.setattr(call, "LARGE", 2 * 9 * 16)
+    case = LinearCase("any", 1, 2, 1, **{"n": 9, "d": 16, "d_v": 16, **BF16, **options})
+    problem = tensors_of(case.problem(), lambda x: x)
+    assert call.Call(problem, call.segments_of(problem), None, Tape(), backward).prepares is are_ready
+
+
+def test_segments_of_packed_sequences_are_no_longer_than_those() -> None:
+    from tilewise.linear.kernels.triton import call
+
+    case = LinearCase("packed", 1, 8, 8, lengths=(0, 21, 21, 400), d=64, d_v=64, **BF16)
+    segments = call.segments_of(tensors_of(case.problem(), lambda x: x))
+    assert segments.rows == int((segments.table[:, 1] - segments.table[:, 0]).max().item() + 63) // 64 * 64
 
 
 PLAIN = [

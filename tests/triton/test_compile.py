@@ -16,7 +16,7 @@ from tilewise.kernels.triton import source
 KERNELS = {
     "basic", "forward", "d_query", "d_keys", "of_rows", "of_columns", "of_pairs", "of_distances", "of_cells",
     "decode", "merge", "append", "project", "gather", "turn", "look", "join",
-    "segment_states", "scan", "outputs", "plain_outputs",
+    "segment_states", "scan", "outputs", "plain_outputs", "map_rows", "z_rows", "weigh_rows", "pull_rows",
     "linear_d_query", "d_segment_states", "linear_d_keys", "d_values",
 }  # fmt: skip
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942")

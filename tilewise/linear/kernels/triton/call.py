@@ -68,6 +68,11 @@ class Call(NamedTuple):
         return again and shape.dtype == "bfloat16" and shape.batch * shape.heads * shape.n_q * shape.d >= LARGE
 
     @property
+    def adds_up_before(self) -> bool:
+        """Whether the sums of rows' weights are known before outputs are computed."""
+        return self.prepares and self.problem.spec.normalize and not self.backward
+
+    @property
     def is_plain(self) -> bool:
         """Whether `plain_outputs` serves: rows are features, multiplied as they come."""
         spec, shape = self.problem.spec, self.problem.shape
@@ -119,9 +124,11 @@ def segments_of(problem: Problem, chunk: int | None = None) -> Segments:
     """As many as keep all processors busy, and no more: k and v are read for each state once more."""
     shape = problem.shape
     choice = choice_of("outputs", shape, chunk)
+    lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
+    longest = max((end - begin for begin, end in pairwise(lengths)), default=0)
     programs = shape.batch * shape.heads * -(-shape.d_v // choice.block)
     rows = segment_rows(shape.n_q, choice.chunk, programs, choice.residents * processors(problem.q.device))
-    lengths = (0, shape.n_q) if problem.spec.lengths is None else tuple(int(n) for n in problem.spec.lengths)
+    rows = min(rows, choice.chunk * max(1, -(-longest // choice.chunk)))
     device = problem.q.device
     return kept_on(device, ("linear segments", lengths, rows), (), lambda: _segments(device, lengths, rows))
 

@@ -2,7 +2,8 @@
 
 q, k, v and out go through memory once, and k and v once more, for the states: programs that share a head's columns read
 the same rows at the same time, from the cache. States are written for segments alone, some per processor; where heads
-are enough for all processors there is one segment, and no states.
+are enough for all processors there is one segment, and no states. Large calls go through q and k, and backwards through
+out and its gradient, once more before: see rows.py.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
     keys = keys_of(call, sums=spec.normalize or final is not None)
     states, _ = _states(call, keys, final)
     initial, left = _parts(problem.initial), final if call.by_kernels else None
-    q, scale, norm = weighed_queries(call, keys, states, initial)
+    q, scale, norm, inverses = weighed_queries(call, keys, states, initial)
     sizes, steps = arrays.stored_as(problem.q, v)
     out = call.tape.empty(sizes, q.dtype, q.device, steps)
     named = in_advance(call.early and (states is not None or norm is not None))
@@ -53,13 +54,13 @@ def _forward(problem: Problem, chunk: int | None, tape: Tape) -> tuple[Done, Any
     if call.is_plain:
         call.launch(
             forward_kernels.plain_outputs, shape.heads, shape.d_v,
-            q, keys.k, v, keys.sums, states, initial, out, left, *all_steps(q, keys.k, v, keys.sums, out), *by_head,
-            **named,
+            q, keys.k, v, keys.sums, states, initial, out, inverses, left,
+            *all_steps(q, keys.k, v, keys.sums, out), *by_head, **named,
         )  # fmt: skip
     else:
         call.launch(
             forward_kernels.outputs, shape.heads, shape.d_v,
-            q, keys.k, v, decay, keys.sums, states, initial, out, to_fill, left,
+            q, keys.k, v, decay, keys.sums, states, initial, out, to_fill, inverses, left,
             *all_steps(q, keys.k, v, decay, keys.sums, out), *by_head,
             one=call.choice("outputs").one, FEATURE=keys.feature, CAUSAL=spec.causal, **named,
         )  # fmt: skip

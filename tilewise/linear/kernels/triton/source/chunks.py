@@ -120,23 +120,15 @@ def scaled(x, scale):
 
 
 @triton.jit
-def unrounded_features(
-    x, steps, b, h, first, last, column, scale, FEATURE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr
-):  # fmt: skip
-    """Of one head's rows."""
-    rows = load_head(x, steps, b, h, first, last, column, CHUNK, WIDTH)
-    if FEATURE is not None:
-        rows = mapped(rows, FEATURE, first, last, column, CHUNK, WIDTH)
-    return scaled(rows, scale)
-
-
-@triton.jit
 def features(
     x, steps, b, h, first, last, column, scale,
     FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Rounded as products take them at once: half as many registers hold them."""
-    return operand(unrounded_features(x, steps, b, h, first, last, column, scale, FEATURE, CHUNK, WIDTH), TYPE)
+    """Of one head's rows; rounded as products take them at once: half as many registers hold them."""
+    rows = load_head(x, steps, b, h, first, last, column, CHUNK, WIDTH)
+    if FEATURE is not None:
+        rows = mapped(rows, FEATURE, first, last, column, CHUNK, WIDTH)
+    return operand(scaled(rows, scale), TYPE)
 
 
 @triton.jit

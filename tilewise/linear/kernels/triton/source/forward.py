@@ -13,6 +13,7 @@ from tilewise.linear.kernels.triton.source.chunks import (
     features,
     inverse,
     load_head,
+    load_numbers,
     place_of,
     product,
     segment_at,
@@ -28,19 +29,19 @@ from tilewise.linear.kernels.triton.source.chunks import (
 
 @triton.jit
 def outputs(
-    q, k, v, decay, sums, states, initial, out, norm, final,
+    q, k, v, decay, sums, states, initial, out, norm, inverses, final,
     q_steps, k_steps, v_steps, decay_steps, sums_steps, out_steps, segments, n_segments, heads, group,
     n, scale, one, FEATURE: tl.constexpr, CAUSAL: tl.constexpr,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """norm: where the sums of rows' weights go, if rows are still to be divided by them; final: where the state after
-    the last segment goes (kv, z), if it is wanted from here."""
+    """norm: where the sums of rows' weights go, if they are not known yet; inverses: 1 over each, if they are; final:
+    where the state after the last segment goes (kv, z), if it is wanted from here."""
     b, h, block = place_of(heads, BLOCKS)
     hk, heads_k = h // group, heads // group
     begin, end = segment_at(segments)
     i, j = tl.arange(0, DEPTH), block * BLOCK + tl.arange(0, BLOCK)
-    if EARLY:  # this was started beside `scan`, whose states come next
+    if EARLY:  # this was started beside the kernel before it, whose results come next
         gdc_wait()
     kv, z = state_of(states, initial, n_segments, b, hk, heads_k, i, j, D, D_V)
     for first in tl.range(begin, end, CHUNK):
@@ -69,6 +70,8 @@ def outputs(
             if block == 0:
                 store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
             acc *= inverse(row_sums)[:, None]
+        if inverses is not None:
+            acc *= load_numbers(inverses, b, h, heads, n, first, end, CHUNK)[:, None]
         store_head(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
     if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if (end == n) & (h % group == 0):
@@ -78,12 +81,13 @@ def outputs(
 
 @triton.jit
 def plain_outputs(
-    q, k, v, sums, states, initial, out, final, q_steps, k_steps, v_steps, sums_steps, out_steps,
+    q, k, v, sums, states, initial, out, inverses, final, q_steps, k_steps, v_steps, sums_steps, out_steps,
     segments, n_segments, heads, group, n, scale,
     EARLY: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The same for causal calls whose rows are features, without decay and norms.
+    """The same for causal calls whose rows are features, without decay, and norms that are
+    known: 1 over each, or None.
 
     Columns of the state lie as rows, and so do those of what is computed: tensor cores take a first operand from
     registers, where the state is, and the second from shared memory. The other way round, all of the state would go
@@ -100,6 +104,8 @@ def plain_outputs(
     for first in tl.range(begin, end, CHUNK):
         # 1 load q
         f_q = features(q, q_steps, b, h, first, end, i, scale, None, TYPE, CHUNK, D)
+        if inverses is not None:  # here, so that they have come when they are asked for
+            row_inverses = load_numbers(inverses, b, h, heads, n, first, end, CHUNK)
         # 2 what came before the chunk
         acc = product(kv, tl.trans(f_q), TYPE)
         # 3 weights within the chunk
@@ -112,7 +118,9 @@ def plain_outputs(
         kv += product(tl.trans(v_rows), f_k, TYPE)
         if final is not None:
             z += sum_of(f_k, sums, sums_steps, b, hk, first, i, CHUNK, D)
-        # 5 finish
+        # 5 finish: acc / row_sums
+        if inverses is not None:
+            acc *= row_inverses[None, :]
         store_columns(out, out_steps, b, h, first, end, j, acc, CHUNK, D_V)
     if final is not None:  # noqa: SIM102 - known when it is compiled, and the next is not
         if (end == n) & (h % group == 0):

@@ -20,7 +20,6 @@ from tilewise.linear.kernels.triton.source.chunks import (
     store_head,
     store_numbers,
     sums_at,
-    unrounded_features,
     within,
     z_of,
 )
@@ -42,8 +41,8 @@ def map_rows(
     FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """made: features of q or k; sums: of a chunk's rows, each decayed to its end; totals: by how much all of it decays.
-    What is not wanted is None."""
+    """made: features of q or k; sums: of a chunk's rows, each decayed to its end; totals: the log that all of it decays
+    by. What is not wanted is None."""
     b, h, first, end = chunk_of(heads, chunks, segments, CHUNK)
     i = tl.arange(0, DEPTH)
     if first < end:
@@ -79,8 +78,7 @@ def z_rows(
         gdc_wait()
     z = z_of(states, initial, n_segments, b, hk, heads_k, i, D, D_V)
     at = sums_at(z_before, sums_steps, b, hk, begin, CHUNK)
-    if chunks > 0:
-        tl.store(at + i, z, mask=i < D)
+    tl.store(at + i, z, mask=i < D)
     for first in range(0, chunks, CHUNK):
         there = (chunk < chunks - first)[:, None] & (i < D)[None, :]
         place = (first + chunk)[:, None] * sums_steps[2] + i[None, :]
@@ -99,12 +97,13 @@ def z_rows(
 
 @triton.jit
 def weigh_rows(
-    q, k, decay, z_before, weighed, norm, q_steps, k_steps, decay_steps, sums_steps, weighed_steps,
+    q, k, decay, z_before, made, norm, inverses, q_steps, k_steps, decay_steps, sums_steps, made_steps,
     segments, heads, group, n, chunks, scale,
     EARLY: tl.constexpr, FEATURE: tl.constexpr, TYPE: tl.constexpr, CHUNK: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """norm: the sum of each row's weights; weighed: features of q divided by it. k has features."""
+    """norm: the sum of each row's weights; inverses: 1 over it; made: features of q, or None if it has them. k has
+    features."""
     b, h, first, end = chunk_of(heads, chunks, segments, CHUNK)
     hk = h // group
     i = tl.arange(0, DEPTH)
@@ -114,16 +113,18 @@ def weigh_rows(
     if first < end:
         # 1 load q; and k, which then comes meanwhile
         f_k = features(k, k_steps, b, hk, first, end, i, None, None, TYPE, CHUNK, D)
-        f_q = unrounded_features(q, q_steps, b, h, first, end, i, scale, FEATURE, CHUNK, D).to(tl.float32)
+        f_q = features(q, q_steps, b, h, first, end, i, scale, FEATURE, TYPE, CHUNK, D)
+        if made is not None:
+            store_head(made, made_steps, b, h, first, end, i, f_q, CHUNK, D)
         # 2 what came before the chunk
         c, _ = decays(decay, decay_steps, b, hk, first, end, CHUNK)
         z = tl.load(sums_at(z_before, sums_steps, b, hk, first, CHUNK) + i, mask=i < D, other=0.0)
-        row_sums = tl.sum(decayed(f_q, c, decay) * z[None, :], 1)
+        row_sums = tl.sum(decayed(f_q, c, decay).to(tl.float32) * z[None, :], 1)
         # 3 weights within the chunk
         row_sums += tl.sum(within(product(f_q, tl.trans(f_k), TYPE), c, decay, CHUNK), 1)
-        # 4 finish: f_q / row_sums
+        # 4 finish
         store_numbers(norm, b, h, heads, n, first, end, row_sums, CHUNK)
-        store_head(weighed, weighed_steps, b, h, first, end, i, f_q * inverse(row_sums)[:, None], CHUNK, D)
+        store_numbers(inverses, b, h, heads, n, first, end, inverse(row_sums), CHUNK)
 
 
 @triton.jit
