@@ -289,6 +289,12 @@ def test_a_sample_of_rows_judges_as_the_whole_would(variant: str, monkeypatch: p
         assert np.allclose(found, want, rtol=0, atol=1e-12)
 
 
+def test_whatever_memory_that_nobody_wrote_holds_is_wrong() -> None:
+    problem = Problem.make(square("full", 16, 8))
+    signalling = np.full(problem.q.shape, 0x7FA00000, np.uint32).view(np.float32)
+    assert Judge(problem).verdict((signalling,)).wrong
+
+
 def test_a_long_sum_may_round_but_not_forget_a_key() -> None:
     """The output of many keys is small beside the terms of its sum, whose rounding is what an honest kernel shows."""
     problem = Problem.make(Cell("full", 1, 30000, 16, heads=1, heads_k=1))
