@@ -14,7 +14,7 @@ extern "C" __global__ void attention(const __grid_constant__ Params params) {
     const variant::Row row = variant::row(params, head, query);
     for (int key = 0; key < work.sequence.n_k; key++) {
         const int first = key / TILE_K * TILE_K;  // columns count from the first key of a tile
-        const variant::Row here = variant::seen_from(row, first);
+        const variant::RowInTile here = variant::seen_from(row, first);
         const variant::Key place = variant::key(params, head, first, key - first);
         const variant::Near near = variant::near_cells(here, place);
         const float s = row_of<float>(params.q, work.b, work.h, query)[key];

@@ -150,9 +150,9 @@ def _function(text: str, name: str) -> list[str]:
 def test_bounds_are_compared_with_the_column_alone(mask: Expr, comparisons: list[str]) -> None:
     """For each score: a comparison or two of the column with a number of the row, as one would write by hand."""
     condition, result = _function(variant(mask, None).text, "mask")
-    found = re.findall(r"key\.column (<=|>=) row\.r\d+", condition)
+    found = re.findall(r"key\.column (<=|>=) row\.t\d+", condition)
     assert found == comparisons
-    assert re.fullmatch(r"const bool x\d+ = key\.column .. row\.r\d+( && key\.column .. row\.r\d+)?;", condition)
+    assert re.fullmatch(r"const bool x\d+ = key\.column .. row\.t\d+( && key\.column .. row\.t\d+)?;", condition)
     assert re.fullmatch(r"return x\d+;", result)
 
 

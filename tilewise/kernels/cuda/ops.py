@@ -3,13 +3,16 @@
 A value is computed where it varies: once a head, a query row or a key, and for each score only what depends on both.
 Conditions that bound K by a sum of other variables (causal, window, prefix) become bounds of a column within the tile,
 held in registers for each row: a comparison with a constant for each score, which is what one would write by hand.
+
+A value is absolute or belongs to the frame of a tile, whose columns count from its first key. What a tile makes of a
+row's value is another value with another name; the row keeps its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import IntFlag
+from enum import IntEnum, IntFlag
 from functools import partial
 from typing import Any
 
@@ -49,8 +52,25 @@ class Place(IntFlag):
     SCORE = 3
 
 
+class Frame(IntEnum):
+    """How often the first key of a tile is taken off a value.
+
+    Comparisons need one frame on both sides; a sum or difference has the sum or difference of the frames; everything
+    else takes absolute values alone.
+    """
+
+    ABSOLUTE = 0
+    FROM_FIRST_KEY = 1  # as columns are counted
+    TO_FIRST_KEY = -1  # what a column is added to
+
+
+class FrameError(TypeError):
+    """The generator would mix values of two frames: its own mistake, told when the code is written."""
+
+
 _STRUCTS = {Place.HEAD: "head", Place.ROW: "row", Place.KEY: "key"}  # what holds the values of each place
 _NAMES = {Place.HEAD: "h", Place.ROW: "r", Place.KEY: "k", Place.SCORE: "x"}  # how the values of each place are named
+_IN_TILE = "t"  # begins the names of what a tile makes of a row's values
 _PLACES = {"S": Place.SCORE, **dict.fromkeys(OF_ROWS, Place.ROW), "K": Place.KEY, "KP": Place.KEY}
 
 
@@ -67,10 +87,34 @@ class Term:
     linear: Linear | None = None
     absolute_of: Linear | None = None  # a sum whose size it is
     within: Range | None = None  # a condition not written down yet: another bound may join it
+    frame: Frame = Frame.ABSOLUTE
 
     def seen_from(self, place: Place) -> str:
         """How code of that place calls the value."""
         return self.text if not self.named or self.place == place else f"{_STRUCTS[self.place]}.{self.text}"
+
+
+COLUMN = Term("column", "int", Place.KEY, frame=Frame.FROM_FIRST_KEY)
+
+
+def all_absolute(*terms: Term) -> None:
+    framed = [f"{x.text} ({x.frame.name})" for x in terms if x.frame]
+    if framed:
+        raise FrameError(f"expected absolute values, got {', '.join(framed)}")
+
+
+def compared_with_column(symbol: str, bound: Term) -> str:
+    """A condition on the column of a score, of which the place is SCORE."""
+    if bound.frame != COLUMN.frame:
+        raise FrameError(f"a column is compared with {bound.text}, whose frame is {bound.frame.name}")
+    return f"{COLUMN.seen_from(Place.SCORE)} {symbol} {bound.seen_from(Place.SCORE)}"
+
+
+def joined_to_column(sign: int, start: Term) -> str:
+    """`start` plus or minus the column: an absolute float."""
+    if start.frame + sign * COLUMN.frame != Frame.ABSOLUTE:
+        raise FrameError(f"a column times {sign} is added to {start.text}, whose frame is {start.frame.name}")
+    return f"{start.seen_from(Place.SCORE)} {'+' if sign > 0 else '-'} float({COLUMN.seen_from(Place.SCORE)})"
 
 
 @dataclass(frozen=True)
@@ -148,13 +192,12 @@ class _Writer:
 
     slots: list[Loaded] = field(default_factory=list)
     statements: dict[Place, dict[str, Statement]] = field(default_factory=lambda: {place: {} for place in _NAMES})
-    needed: dict[Place, set[str]] = field(default_factory=lambda: {place: set() for place in _NAMES})
-    bounds: list[str] = field(default_factory=list)
+    in_tile: dict[str, Statement] = field(default_factory=dict)  # what a tile makes of a row's values
+    needed: set[str] = field(default_factory=set)  # names
     cells: dict[tuple[str, str], Statement] = field(default_factory=dict)  # of a row's own, by where they are read
     table: Table | None = None
     takes_table: bool = True
     table_at: list[str] = field(default_factory=list)  # the indices of its other axes
-    starts: dict[str, str] = field(default_factory=dict)  # floats that columns join, and what they are in a tile
     told: list[Linear] = field(default_factory=list)  # bounds whose constants are told at run time
     _count: int = 0
 
@@ -163,8 +206,10 @@ class _Writer:
         """The mask or the score as a function."""
         self.statements[Place.SCORE] = {}
         term = self.written(value())
+        all_absolute(term)
         self._need(term)
-        given = f"const Params& params, const Head& head, const Row& row, const Key& key, const Near& near{parameter}"
+        seen = "const Head& head, const RowInTile& row, const Key& key, const Near& near"
+        given = f"const Params& params, {seen}{parameter}"
         body = _INDENT.join([*self._declarations(Place.SCORE), f"return {term.seen_from(Place.SCORE)};"])
         return f"{_INLINE} {result} {name}({given}) {{{_INDENT}{body}\n}}"
 
@@ -180,18 +225,21 @@ class _Writer:
     def places(self) -> list[str]:
         """The structs of heads, rows and keys, and the functions that fill them in."""
         structs = [self._struct(place) for place in _STRUCTS]
-        kept = self.needed[Place.ROW]
-        shifts = "".join(f"{_INDENT}row.{name} -= first_key;" for name in self.bounds if name in kept)
-        shifts += "".join(
-            f"{_INDENT}row.{name} = float({moved});" for name, moved in self.starts.items() if name in kept
-        )
-        moved = f"{_INLINE} Row seen_from(Row row, int first_key) {{{shifts}{_INDENT}return row;\n}}"
-        told = "// A row whose bounds and starts are those of the tile that begins at first_key."
-        return [*structs, f"{told}\n{moved}", *self._near_cells()]
+        return [*structs, *self._row_in_tile(), *self._near_cells()]
+
+    def _row_in_tile(self) -> list[str]:
+        """The struct of what scores of a tile read of a row: all that the row has, and what the tile makes of it."""
+        made = [x for x in self.in_tile.values() if x.name in self.needed]
+        fields = "".join(f"{_INDENT}{x.type} {x.name};" for x in made)
+        values = ", ".join(["row", *(x.text for x in made)])
+        return [
+            f"// A row as seen from the tile that begins at first_key.\nstruct RowInTile : Row {{{fields}\n}};",
+            f"{_INLINE} RowInTile seen_from(const Row& row, int first_key) {{{_INDENT}return {{{values}}};\n}}",
+        ]
 
     def _near_cells(self) -> list[str]:
         """The struct of cells that are read before a score is computed, and functions that read them."""
-        kept = [x for x in self.cells.values() if x.uses[0].text in self.needed[Place.ROW]]
+        kept = [x for x in self.cells.values() if x.uses[0].text in self.needed]
         fields = "".join(f"{_INDENT}{x.type} {x.name};" for x in kept)
         where = [tuple(term.text for term in x.uses) for x in kept]
         one = ", ".join(f"row.{cells}.read(key.{at})" for cells, at in where)
@@ -224,24 +272,37 @@ class _Writer:
 
     def _kept(self, place: Place) -> list[Statement]:
         """What is used in the end: sums that became bounds are not."""
-        return [x for x in self.statements[place].values() if x.name in self.needed[place]]
+        return [x for x in self.statements[place].values() if x.name in self.needed]
 
     def _need(self, *terms: Term) -> None:
         stack = list(terms)
         while stack:
             term = stack.pop()
-            found = {x.name: x for x in self.statements[term.place].values()}.get(term.text) if term.named else None
-            if found is not None and found.name not in self.needed[term.place]:
-                self.needed[term.place].add(found.name)
+            found = {x.name: x for x in self._statements(term.place, term.frame).values()}.get(term.text)
+            if term.named and found is not None and found.name not in self.needed:
+                self.needed.add(found.name)
                 stack += found.uses
 
-    def statement(self, type_: str, text: str, place: Place, uses: tuple[Term, ...]) -> str:
-        """The name of a value, which is computed in that place."""
-        known = self.statements[place]
+    def _statements(self, place: Place, frame: Frame) -> dict[str, Statement]:
+        return self.in_tile if frame else self.statements[place]
+
+    def statement(
+        self, type_: str, text: str, place: Place, uses: tuple[Term, ...], frame: Frame = Frame.ABSOLUTE
+    ) -> str:
+        """The name of a value, which is computed in that place and has that frame: no other value ever has the name."""
+        known = self._statements(place, frame)
         if text not in known:
             self._count += 1
-            known[text] = Statement(f"{_NAMES[place]}{self._count}", type_, text, uses)
+            prefix = _IN_TILE if frame else _NAMES[place]
+            known[text] = Statement(f"{prefix}{self._count}", type_, text, uses)
         return known[text].name
+
+    def moved(self, value: Term, frame: Frame, type_: str = "int") -> Term:
+        """What a tile makes of a row's value: another value, in the frame of that tile."""
+        all_absolute(value)
+        text = f"row.{value.text} {'-' if frame > 0 else '+'} first_key"
+        name = self.statement(type_, text if type_ == "int" else f"{type_}({text})", Place.ROW, (value,), frame)
+        return Term(name, type_, Place.ROW, frame=frame)
 
     def written(self, term: Term) -> Term:
         """A term that has a text: bounds of K are written down when something other than `&` uses them."""
@@ -258,10 +319,8 @@ class _Writer:
                 for text in texts[1:]:
                     bound = f"{function}({bound}, {text})"
                 name = self.statement("int", bound, Place.ROW, ())
-                bounds.append(Term(name, "int", Place.ROW))
-                if name not in self.bounds:
-                    self.bounds.append(name)
-                conditions.append(f"key.column {symbol} row.{name}")
+                bounds.append(self.moved(Term(name, "int", Place.ROW), Frame.FROM_FIRST_KEY))
+                conditions.append(compared_with_column(symbol, bounds[-1]))
         name = self.statement("bool", " && ".join(conditions), Place.SCORE, tuple(bounds))
         return Term(name, "bool", Place.SCORE)
 
@@ -292,6 +351,7 @@ class _Writer:
     def emit(self, template: str, args: tuple[Term, ...], type_: str, wide: bool = False, **more: Any) -> Term:
         """The operation, computed in the least place that has all its arguments; `wide`: in 64 bits."""
         args = tuple(self.written(a) for a in args)
+        all_absolute(*args)
         place = Place.HEAD
         for a in args:
             place |= a.place
@@ -333,13 +393,12 @@ class _Writer:
         form = a.linear or a.absolute_of
         if form is None or abs(form.get("K", 0)) != 1 or not is_short(form):
             return self.emit("float({0})", (a,), "float")
-        start = self.statement("int", start_text(form), Place.ROW, ())
-        name = self.statement("float", f"float({start})", Place.ROW, (Term(start, "int", Place.ROW),))
-        sign = "+" if form["K"] > 0 else "-"
-        self.starts[name] = f"row.{start} {sign} first_key"
-        value = f"row.{name} {sign} float(key.column)"
+        sign = form["K"]
+        begin = Term(self.statement("int", start_text(form), Place.ROW, ()), "int", Place.ROW)
+        start = self.moved(begin, Frame(-sign), "float")
+        value = joined_to_column(sign, start)
         text = f"fabsf({value})" if a.linear is None else value
-        return Term(self.statement("float", text, Place.SCORE, (Term(name, "float", Place.ROW),)), "float", Place.SCORE)
+        return Term(self.statement("float", text, Place.SCORE, (start,)), "float", Place.SCORE)
 
     def _sign(self, template: str, a: Term, linear: Linear | None) -> Term:
         wide = a.type != "float" and a.from_array

@@ -235,8 +235,8 @@ struct Consumer {
         const int first_key = place.k_tile * TILE_K + lane % 4 * 2;  // so that columns below are constants
         const int query = place.q_tile * TILE_Q + first_row();
         const variant::Head head = variant::head(params, place.work);
-        const variant::Row rows[2] = {variant::seen_from(variant::row(params, head, query), first_key),
-                                      variant::seen_from(variant::row(params, head, query + 8), first_key)};
+        const variant::RowInTile rows[2] = {variant::seen_from(variant::row(params, head, query), first_key),
+                                            variant::seen_from(variant::row(params, head, query + 8), first_key)};
         const TableRows table{shared.memory + Shared::TABLE, first_row(), lane};
 #pragma unroll
         for (int n = 0; n < TILE_K / 8; n++) {
@@ -244,7 +244,7 @@ struct Consumer {
                                           variant::key(params, head, first_key, n * 8 + 1)};
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const variant::Row& row = rows[half];
+                const variant::RowInTile& row = rows[half];
                 variant::Near near[2];
                 read_cells(near, row, keys, table, n, half);
 #pragma unroll
@@ -262,7 +262,7 @@ struct Consumer {
             }
         }
     }
-    __device__ __forceinline__ void read_cells(variant::Near (&near)[2], const variant::Row& row, const variant::Key (&keys)[2],
+    __device__ __forceinline__ void read_cells(variant::Near (&near)[2], const variant::RowInTile& row, const variant::Key (&keys)[2],
                                                const TableRows& table, int n, int half) const {
         variant::near_cells(row, keys[0], keys[1], near);
         if constexpr (USES_TABLE) {

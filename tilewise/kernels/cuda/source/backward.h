@@ -20,7 +20,7 @@ struct Saved {
 struct Weight {
     float p, d_s;
 };
-__device__ __forceinline__ Weight weight_of(const Params& params, const variant::Head& head, const variant::Row& row,
+__device__ __forceinline__ Weight weight_of(const Params& params, const variant::Head& head, const variant::RowInTile& row,
                                             const variant::Key& key, bool counts, bool is_partial, const Saved& saved,
                                             float s, float d_p) {
     const variant::Near near = variant::near_cells(row, key);

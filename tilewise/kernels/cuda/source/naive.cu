@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(TILE_Q) attention(const __grid_cons
         float s = 0;
         for (int c = 0; c < D; c++) s += q[c] * widen(k_row[c]);
         // 3 score
-        const variant::Row here = variant::seen_from(row, key);
+        const variant::RowInTile here = variant::seen_from(row, key);
         const variant::Key place = variant::key(params, head, key, 0);
         const variant::Near near = variant::near_cells(here, place);
         s = variant::score(params, head, here, place, near, s);

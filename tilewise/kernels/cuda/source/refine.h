@@ -27,7 +27,7 @@ __device__ __forceinline__ void look_at(const Params& params, const Work& work, 
     const int known = kinds >> thread / 64 * 2 & 3;
     if (known == FULL) seen = SOME | ALL;
     if (known == PARTIAL) {
-        const variant::Row row = variant::seen_from(variant::row(params, head, query), first_key);
+        const variant::RowInTile row = variant::seen_from(variant::row(params, head, query), first_key);
         bool some = false, all = true;
 #pragma unroll 8
         for (int column = 0; column < TILE_K; column++) {

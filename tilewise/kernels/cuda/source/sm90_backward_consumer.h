@@ -129,7 +129,7 @@ struct Scores {
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int query = first + n * 8 + lane % 4 * 2 + e;
-                const variant::Row row = variant::seen_from(variant::row(params, seen.head, query), tile);
+                const variant::RowInTile row = variant::seen_from(variant::row(params, seen.head, query), tile);
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     variant::Near near = variant::near_cells(row, key[half]);
@@ -152,7 +152,7 @@ struct Scores {
     // Of what is beyond the last query, a variant may make anything.
     __device__ __forceinline__ void score(const Seen& seen) {
         const variant::Head& head = seen.head;
-        for_each(seen, [&](int i, int query, const variant::Row& row, const variant::Key& key, const variant::Near& near) {
+        for_each(seen, [&](int i, int query, const variant::RowInTile& row, const variant::Key& key, const variant::Near& near) {
             if (SCORED) s[i] = variant::score(params, head, row, key, near, s[i] * params.scale);
             if (query >= seen.n_q || (is_partial && !variant::mask(params, head, row, key, near))) s[i] = -INFINITY;
         });
@@ -181,7 +181,7 @@ struct Scores {
     __device__ __forceinline__ void multiply_by_slopes() {
         if constexpr (variant::HAS_SLOPE) {
             const Seen seen = look();
-            for_each(seen, [&](int i, int, const variant::Row& row, const variant::Key& key, const variant::Near& near) {
+            for_each(seen, [&](int i, int, const variant::RowInTile& row, const variant::Key& key, const variant::Near& near) {
                 if (s[i] != 0) s[i] *= variant::slope(params, seen.head, row, key, near, plain[i]);
             });
         }

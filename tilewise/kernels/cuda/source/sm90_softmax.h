@@ -48,8 +48,8 @@ template <int KEYS> struct Softmax {
     __device__ __forceinline__ void score(const Params& params, const Places& places, int tile, int lane,
                                           const TableRows& table) {
         const int first_key = tile * KEYS + lane % 4 * 2;  // so that columns below are constants
-        const variant::Row rows[2] = {variant::seen_from(places.rows[0], first_key),
-                                      variant::seen_from(places.rows[1], first_key)};
+        const variant::RowInTile rows[2] = {variant::seen_from(places.rows[0], first_key),
+                                            variant::seen_from(places.rows[1], first_key)};
 #pragma unroll
         for (int first = 0; first < KEYS / 8; first += BATCH) {
             variant::Key keys[BATCH][2];

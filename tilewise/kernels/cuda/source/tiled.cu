@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                     const variant::Key key = variant::key(params, head, first_key, column);
 #pragma unroll
                     for (int i = 0; i < ROWS; i++) {
-                        const variant::Row row = variant::seen_from(rows[i], first_key);
+                        const variant::RowInTile row = variant::seen_from(rows[i], first_key);
                         const variant::Near near = variant::near_cells(row, key);
                         s[i][j] = variant::score(params, head, row, key, near, s[i][j]);
                         if (run.kind == PARTIAL && !variant::mask(params, head, row, key, near)) s[i][j] = -INFINITY;

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
             Saved saved = {0, 0};
             if (is_row) saved = {finite(*row_of<const float>(params.lse, work.b, work.h, first_row + row)),
                                  *row_of<const float>(backward.delta, work.b, work.h, first_row + row)};
-            const variant::Row here = variant::seen_from(variant::row(params, head, first_query + row), first_key);
+            const variant::RowInTile here = variant::seen_from(variant::row(params, head, first_query + row), first_key);
 #pragma unroll
             for (int j = 0; j < KEYS; j++) {
                 const int column = lane + j * LANES;

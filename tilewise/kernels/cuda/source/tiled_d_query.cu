@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
                 const variant::Key key = variant::key(params, head, first_key, column);
 #pragma unroll
                 for (int i = 0; i < ROWS; i++) {
-                    const variant::Row row = variant::seen_from(rows[i], first_key);
+                    const variant::RowInTile row = variant::seen_from(rows[i], first_key);
                     const Weight weight = weight_of(params, head, row, key, column < TILE_K, run.kind == PARTIAL, saved[i],
                                                     s[i][j], d_p[i][j]);
                     d_s.set(group + i * GROUPS, column, weight.d_s);
