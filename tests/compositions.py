@@ -59,7 +59,7 @@ DISTANCES: tuple[Callable[[Expr], Expr], ...] = (
 
 
 class Compositions:
-    """Draws a mask and a score over the same one to three forms.
+    """Draws a mask and a score over the same form or two.
 
     `below(n)` chooses from 0 to n - 1; `table()` is a line of floats to read, which may want its gradient.
     """
@@ -67,7 +67,7 @@ class Compositions:
     def __init__(self, below: Callable[[int], int], table: Callable[[], Loaded]) -> None:
         self.below, self.table = below, table
         names = list(FORMS)
-        self.forms = [FORMS[self.one_of(names)](below(19) - 9) for _ in range(1 + below(3))]
+        self.forms = [FORMS[self.one_of(names)](below(19) - 9) for _ in range(1 + below(2))]
 
     def one_of(self, options: Sequence[T]) -> T:
         return options[self.below(len(options))]

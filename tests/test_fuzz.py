@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -21,12 +22,13 @@ from tests.fuzzing.judge import judge, make
 from tests.fuzzing.memory import Memory, laid_out
 from tests.fuzzing.menu import spoil_unread
 from tests.fuzzing.rounding import error_ops
-from tests.fuzzing.variants import MASKS, SCORES
+from tests.fuzzing.variants import MASKS, SCORES, Variants, drawn_options
 from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS, dense_env
 from tilewise import arrays, dispatch
 from tilewise.contract import on_device
 from tilewise.expr import Loaded
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
+from tilewise.kernels.cuda.ops import variant
 from tilewise.kernels.cuda.rungs import RUNGS
 from tilewise.kernels.cuda.simulator.kernel import _walkable
 from tilewise.kernels.cuda.source import assembled
@@ -161,6 +163,16 @@ def test_calls_on_a_device_are_judged_as_others_are() -> None:
 
 def test_every_named_variant_is_drawn() -> None:
     assert VARIANTS.keys() - MASKS.keys() - SCORES.keys() == set()
+
+
+def test_masks_and_scores_are_drawn_that_share_values() -> None:
+    """A bound of the mask starts a float of the score: what a generator keeps for one, the other finds."""
+    sizes = dict.fromkeys(("B", "H", "HK", "Q", "K", "QP", "KP"), 40)
+    drawn = [drawn_options(v) for v in (Variants(Dice(seed), MEMORY, sizes, False, 40) for seed in range(300))]
+    texts = [variant(x.get("mask"), x.get("score")).text for x in drawn]
+    bounds = [set(re.findall(r"[,{] (row\.r\d+ - first_key)", text)) for text in texts]
+    shared = [text for text, found in zip(texts, bounds, strict=True) if any(f"float({x})" in text for x in found)]
+    assert len(shared) >= 5
 
 
 # -- the bound of rounding --------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def test_a_value_of_both_has_two_names() -> None:
     text = variant(*SHARED["K <= Q"]).text
     made = re.findall(r"return \{row, (.*)\};", text)
     assert len(made) == 1
-    start, bound, _ = made[0].split(", ")
+    bound, _, start = made[0].split(", ")
     assert start == f"float({bound})"
     row = re.fullmatch(r"row\.(r\d+) - first_key", bound)
     assert row is not None

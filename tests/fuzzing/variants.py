@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.compositions import Compositions
 from tests.expressions import Expressions
 from tests.fuzzing.dice import Dice
 from tests.fuzzing.memory import Memory, any_strides
@@ -49,6 +50,13 @@ class Variants:
         for _ in range(self.dice.weighted({0: 6, 1: 3, 2: 1})):
             made = made >> self._one(SCORES)
         return made
+
+    def composition(self) -> tuple[Expr, Expr]:
+        """A mask and a score over the same forms of positions."""
+        self.names.append("composition")
+        table = Loaded(self.floats(self.dice.between(1, 60)), grad=self.dice.chance(0.2))
+        drawn = Compositions(self.dice.below, lambda: table)
+        return drawn.mask(), drawn.score()
 
     def _one(self, makers: dict[str, Callable[[Variants], Expr]]) -> Expr:
         name = self.dice.weighted({name: WEIGHTS.get(name, 1.0) for name in makers})
@@ -169,6 +177,9 @@ WEIGHTS = {"random condition": 3.0, "random score": 5.0, "nothing seen": 0.3, "s
 def drawn_options(v: Variants) -> dict[str, Any]:
     """The options of one attention call that say which keys count and for how much."""
     dice, options = v.dice, {}
+    if dice.chance(0.2):
+        options["mask"], options["score"] = v.composition()
+        return options
     if dice.chance(0.75):
         options["mask"] = v.mask()
     if dice.chance(0.55):
