@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import pickle
 import time
 import weakref
 
@@ -15,7 +16,7 @@ import tilewise as tw
 from tests.strategies import value
 from tilewise import expr as ex
 from tilewise.derivative import derivative
-from tilewise.expr import BOOL, FLOAT, INT, NK, NQ, B, H, K, Q, S
+from tilewise.expr import BOOL, FLOAT, INT, NK, NQ, B, H, K, Q, S, load
 
 GRID = [-7, -3, -2, -1, 0, 1, 2, 5]
 FLOAT_GRID = [-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.75]
@@ -360,11 +361,42 @@ def test_keys_of_different_expressions_differ():
         (-(Q // 2), -Q // 2),
         ((Q % 2) * 3, Q % (2 * K)),
         (c & (K < 3), c | (K < 3)),
-        (S * 1, S),
+        (S + 0.0, S),
         (ex.constant(1), ex.constant(1.0)),
     ]
     for a, b in pairs:
         assert a.key != b.key, (a, b)
+
+
+def test_operations_that_change_nothing_are_not_built():
+    unchanged = [
+        (K + 0, K), (0 + K, K), (K - 0, K), (K * 1, K), (1 * K, K), (K // 1, K), (K + 0 * 1 - 0, K),
+        (S * 1.0, S), (1 * S, S), (S / 1, S), (S - 0, S), (S + -0.0, S), (operator.neg(-S), S), (np.multiply(S, 1), S),
+        (operator.neg(-K), K), (K * 1.0, ex.as_float(K)), (K / 1, ex.as_float(K)), (1.0 * K + S, K + S),
+    ]  # fmt: skip
+    for found, expected in unchanged:
+        assert found is expected, (found, expected)
+    # What other ways lead to.
+    assert (-S >> -S) is S
+    assert ex.substitute(Q + K, {K: ex.constant(0)}) is Q
+    assert tw.parse("-(-Q) + 0 * 1 + (K - 0)") is Q + K
+    assert pickle.loads(pickle.dumps(load(np.zeros(3), K + 0))).args[0] is K
+
+
+def test_operations_that_change_a_bit_are_built():
+    others = [S + 0.0, S + 0, 0 + S, 0 - K, K % 1, 1 // K, 0 // K, S // 1.0, K * 0, 1 / S, 0.0 - S, K + 1, K - 1]
+    for found in others:
+        assert len(found.args) == 2, found
+    assert math.copysign(1, value(S + 0.0, S=-0.0)) == 1
+    assert math.copysign(1, value(S - 0.0, S=-0.0)) == -1
+    assert value(S // 1.0, S=1.5) == 1.0
+
+
+def test_an_index_that_is_a_variable_in_the_end_is_checked_as_one():
+    q = k = v = np.zeros((4, 8), np.float32)
+    with pytest.raises(ValueError, match="expected 4 along axis 0, got 3"):
+        tw.attention(q, k, v, score=S + load(np.zeros(3, np.float32), K + 0))
+    tw.attention(q, k, v, score=S + load(np.zeros(3, np.float32), tw.minimum(K, 2)))
 
 
 def test_rshift_composes_in_order():

@@ -141,6 +141,18 @@ def test_every_operation_can_be_followed() -> None:
     assert_same(attention, *inputs(1, HEADS, N, D))
 
 
+def test_operations_that_change_nothing_are_left_out_behind_the_compiler() -> None:
+    """It reads them as they were written; what is computed then is the other, as if it was never there."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        negative = -S
+        score = -negative * 1.0 + tw.load(x, H * 1, K + 0)
+        return tw.attention(q, k, v, mask=K - 0 <= Q // 1, score=score, kernel="cuda-sim/tiled")
+
+    leaves = [x.detach().float().requires_grad_() for x in (*inputs(1, HEADS, N, D), _tensor(HEADS, N))]
+    assert_same(attention, *leaves)
+
+
 @pytest.mark.xfail(
     torch.torch_version.TorchVersion(torch.__version__) < (2, 15),
     strict=True, raises=Unsupported, reason="the compiler follows no `~` of an object before PyTorch 2.15",

@@ -56,7 +56,7 @@ def score_slopes(spec: Attention) -> dict[Expr, Expr]:
     return {wrt: derivative(spec.score, wrt) for wrt in (S, *reads)}
 
 
-# -- arithmetic that knows 0 and 1, so that the derivative of S is 1 and not a heap of products -----------------------
+# -- arithmetic that knows 0 (expr.py knows 1), so that the derivative of S is 1 and not a heap of products -----------
 # Constants are folded unless that is NaN, which is no constant: S / 0.0 has a slope all the same.
 
 
@@ -70,14 +70,14 @@ def _mul(a: Expr, b: Expr) -> Expr:
     product = float(a.payload * b.payload) if a.op == b.op == "const" else math.nan
     if not math.isnan(product):
         return constant(product)
-    return b if a is ONE else a if b is ONE else a * b
+    return a * b
 
 
 def _div(a: Expr, b: Expr) -> Expr:
     quotient = float(a.payload / b.payload) if a.op == b.op == "const" and b.payload != 0 else math.nan
     if not math.isnan(quotient):
         return constant(quotient)
-    return a if a is ZERO or b is ONE else a / b
+    return a if a is ZERO else a / b
 
 
 def _where(condition: Expr, a: Expr, b: Expr) -> Expr:

@@ -267,12 +267,34 @@ def _node(op: str, args: tuple[Expr, ...], kind: str, payload: Any = None) -> Ex
     """The node with this operation and these arguments. Equal nodes are one object, so that reuse costs nothing."""
     if arrays.compiling():  # torch.compile follows plain objects alone; they are interned when the call is read
         return _new_node(op, args, kind, payload)
+    if args and (same := _unchanged(op, args)) is not None:
+        return same
     key = (op, kind, _identity(payload), *map(id, args))
     with _lock:
         node = _interned.get(key)
         if node is None:
             node = _interned[key] = _new_node(op, args, kind, payload)
         return node
+
+
+# Operations that leave their other operand as it is, to the bit: x + 0.0 would make 0.0 of -0.0.
+_BY_NOTHING_ON_THE_RIGHT = {
+    ("add", "0"), ("sub", "0"), ("mul", "1"), ("floordiv", "1"),
+    ("add", "-0.0"), ("sub", "0.0"), ("mul", "1.0"), ("div", "1.0"),
+}  # fmt: skip
+_BY_NOTHING_ON_THE_LEFT = {("add", "0"), ("mul", "1"), ("add", "-0.0"), ("mul", "1.0")}
+
+
+def _unchanged(op: str, args: tuple[Expr, ...]) -> Expr | None:
+    """The operand whose value the operation leaves as it is, so that `load(a, K + 0)` is `load(a, K)` everywhere."""
+    first, last = args[0], args[-1]
+    if op == "neg" and first.op == "neg":
+        return first.args[0]
+    if last.op == "const" and (op, repr(last.payload)) in _BY_NOTHING_ON_THE_RIGHT:
+        return first
+    if first.op == "const" and (op, repr(first.payload)) in _BY_NOTHING_ON_THE_LEFT:
+        return last
+    return None
 
 
 def keep(expr: Expr) -> None:
@@ -480,6 +502,7 @@ def load(array: Any, *index: Any, grad: bool = False) -> Expr:
     """Read `array[index]` at run time, one integer index a dimension; with grad=True its gradient is wanted.
 
     An index that is a plain variable (load(slopes, H)) must match the array's size; any other index is clamped to it.
+    `H + 0` is H: to read a shorter array, clamp by yourself, as in load(slopes, tw.minimum(H, len(slopes) - 1)).
     """
     return load_slot(Loaded(arrays.from_foreign("load(array, ...)", array), grad), *index)
 

@@ -94,6 +94,8 @@ def _reads(index: tuple[Expr | int, ...], shape: tuple[int, ...], lengths: Lengt
         ((0, Q, K), (1, 9, 9), Sharing.PAIRS),
         ((Q - K + 8,), (17,), Sharing.DISTANCES),
         ((abs(K - Q) // 2,), (5,), Sharing.DISTANCES),
+        ((K + 0,), (9,), Sharing.COLUMNS),
+        ((H * 1, Q // 1, 0 + K), (4, 9, 9), Sharing.PAIRS),
     ],
 )
 def test_who_shares_a_cell(index: tuple[Expr | int, ...], shape: tuple[int, ...], sharing: Sharing) -> None:
