@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tilewise as tw
 from tests.compositions import Compositions
 from tests.cuda.test_ops import _values, needs_compiler, numpy_values
 from tests.fuzzing.dice import Dice
@@ -129,6 +130,13 @@ def test_a_value_of_both_has_two_names() -> None:
     row = re.fullmatch(r"row\.(r\d+) - first_key", bound)
     assert row is not None
     assert f"const int {row[1]} = Q - head.origin_k;" in text
+
+
+def test_named_variants_share_what_they_have_in_common() -> None:
+    """The same sum is one value of the row, however its parts were added: the bound of the one starts the other."""
+    text = variant(tw.causal() | tw.prefix(9), tw.alibi(4)).text
+    bounds = set(re.findall(r"[{,] (row\.r\d+ - first_key)", text))
+    assert any(f"float({bound})" in text for bound in bounds)
 
 
 def test_what_no_score_reads_is_not_held() -> None:

@@ -167,9 +167,9 @@ def test_values_are_computed_where_they_vary() -> None:
 def test_a_table_of_pairs_is_found_by_row() -> None:
     """Of a bias only the key's place is left for each score, and nothing is multiplied if keys lie side by side."""
     text = variant(None, tw.bias(np.zeros((2, 4, 20, 17), np.float32))).text
-    assert [line for line in _function(text, "score") if "near" in line] == ["const float x9 = near.n0;"]
-    assert "row.r8.read_two(key.k4, next.k4, two[0].n0, two[1].n0);" in text
-    assert "const int k4 = clamped(params.arrays[0], 3, K);" in text
+    assert [line for line in _function(text, "score") if "near" in line] == ["const float x11 = near.n0;"]
+    assert "row.r7.read_two(key.k9, next.k9, two[0].n0, two[1].n0);" in text
+    assert "const int k9 = clamped(params.arrays[0], 3, K);" in text
     other = variant(None, tw.bias(np.zeros((2, 4, 17, 20), np.float32).swapaxes(2, 3))).text
     assert "along(params.arrays[0], 3, K);" in other
 

@@ -10,6 +10,7 @@ row's value is another value with another name; the row keeps its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, IntFlag
@@ -153,7 +154,14 @@ def variant(mask: Expr | None, score: Expr | None, slope: Expr | None = None) ->
         flags.append(f"constexpr bool HAS_SLOPE = {_bool(slope is not ONE)};")
     parts = [_OPENING, *flags, *writer.places(), *writer.of_table(), *functions, "}  // namespace variant\n"]
     told = tuple(form[""] for form in writer.told)
-    return Variant("\n\n".join(parts), tuple(writer.slots), told, writer.table)
+    return Variant(_numbered("\n\n".join(parts)), tuple(writer.slots), told, writer.table)
+
+
+def _numbered(text: str) -> str:
+    """Names by the order in which they appear: values that nothing uses in the end have none, and tell no two texts
+    apart, so that a window to the left and a causal one share a kernel."""
+    numbers: dict[str, int] = {}
+    return re.sub(r"\b[hrkxt]#\d+", lambda name: f"{name[0][0]}{numbers.setdefault(name[0], len(numbers) + 1)}", text)
 
 
 def _bool(value: bool) -> str:
@@ -295,7 +303,7 @@ class _Writer:
         if text not in known:
             self._count += 1
             prefix = _IN_TILE if frame else _NAMES[place]
-            known[text] = Statement(f"{prefix}{self._count}", type_, text, uses)
+            known[text] = Statement(f"{prefix}#{self._count}", type_, text, uses)
         return known[text].name
 
     def moved(self, value: Term, frame: Frame, type_: str = "int") -> Term:

@@ -79,7 +79,7 @@ def start_text(form: Linear) -> str:
 
 
 def _named(form: Linear) -> list[tuple[int, str]]:
-    named = [(n, name if name in OF_ROWS else f"head.{name}") for name, n in form.items() if name]
+    named = [(n, name if name in OF_ROWS else f"head.{name}") for name, n in sorted(form.items()) if name]
     return sorted(named, key=lambda term: term[0] < 0)
 
 
