@@ -139,6 +139,7 @@ def test_loads_have_the_bounds_of_their_box():
         tw.load(rng.integers(-50, 50, (14, 4, 12, 2)), K, H, Q, tw.B),
         tw.load(rng.integers(-50, 50, (4, 14)), H, K),
         tw.load(rng.integers(-50, 50, (1, 4, 1, 14)), 0, H, 0, K),
+        tw.load(rng.integers(-50, 50, (4, 25)), H, Q - K + 13),
     ]
     for expr in cases:
         for tile in ((4, 7), (5, 3), (1, 1), (12, 14)):
@@ -151,6 +152,23 @@ def test_loads_have_the_bounds_of_their_box():
                     block = np.s_[:, :, i : i + tile[0], j : j + tile[1]]
                     assert np.array_equal(lo[:, :, i, j], found[block].min(axis=(2, 3))), (expr, tile)
                     assert np.array_equal(hi[:, :, i, j], found[block].max(axis=(2, 3))), (expr, tile)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float16, bool])
+def test_one_index_may_vary_along_any_axes(dtype):
+    """Its boxes have the bounds of what is in them, in grids of any sizes."""
+    rng = np.random.default_rng(0)
+    indices = [(H, Q - K + 13), (K, K - Q + 11), (K - Q + 11, K), (Q, Q + K, H), (K, 13 - K), (Q + K, Q, 2), (H, H, K)]
+    for index in indices:
+        values = rng.integers(-50, 50, [4 if i is H else 25 for i in index])
+        array = values > 30 if dtype is bool else values.astype(dtype)
+        for tile in ((4, 7), (5, 3), (1, 1), (12, 14), (12, 2), (3, 14)):
+            lo, hi = bounds(tw.load(array, *index), tile)
+            boxes = [[x.astype(int) for x in bounds(ex.lift(i) + 0 * (Q + K), tile)] for i in index]
+            for at in np.ndindex(lo.shape):
+                inside = array[tuple(slice(first[at], last[at] + 1) for first, last in boxes)]
+                assert lo[at] <= inside.min() <= inside.max() <= hi[at]
+                assert dtype is np.float16 or (lo[at], hi[at]) == (inside.min(), inside.max()), (index, tile, at)
 
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 1000, 65536, 65537, 200_001])

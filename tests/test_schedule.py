@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -101,6 +102,44 @@ def test_random_masks(mask, shape, tile_q, tile_k):
 @given(st.none() | bool_exprs(2), float_exprs(4), SHAPES, SIDES, SIDES)
 def test_random_scores(mask, score, shape, tile_q, tile_k):
     check_random(mask, score, shape, tile_q, tile_k)
+
+
+def _of_pairs(seed, *shape):
+    return np.random.default_rng(seed).integers(0, 3, shape) == 0
+
+
+# Loads whose indices share axes of a grid: how much of them a tile's bounds follow must not depend on its neighbours.
+ENTANGLED = [
+    tw.load(_of_pairs(0, 13, 13), K, K - Q),
+    tw.load(_of_pairs(1, 13, 25), K, Q - K + 12),
+    tw.load(_of_pairs(2, 13, 25), Q, Q + K),
+    tw.load(_of_pairs(3, 25, 13), Q + K, K),
+    tw.load(_of_pairs(4, 13, 13), Q, Q // 2),
+    tw.load(_of_pairs(5, 4, 25), H, Q - K + 12),
+    tw.load(_of_pairs(6, 25, 25), Q + K, Q - K + 12),
+    tw.load(_of_pairs(7, 13, 13, 13), Q, K - Q, K // 3),
+    tw.load(_of_pairs(8, 13, 13, 13), K - Q, Q - K, Q),
+    tw.load(_of_pairs(9, 4, 4, 13), H, HK, K),
+]
+
+
+@profile(400)
+@given(bool_exprs(3) | st.sampled_from(ENTANGLED), st.sampled_from(ENTANGLED), st.booleans(), SHAPES, SIDES, SIDES)
+def test_random_masks_in_bands(one, other, both, shape, tile_q, tile_k):
+    """Both orders classify a tile alike, whatever bands of tiles they look at, down to one tile wide."""
+    mask = one & other if both else one | other
+    with patch.object(schedule, "_COARSE", 2):
+        p = schedule.Plan(shape, Tile(min(tile_q, 3), min(tile_k, 3)), mask)
+        assert_sound(p, mask)
+        assert_runs(p)
+
+
+def test_tables_by_head_and_distance_skip_tiles():
+    """Each head sees as far as its line of the table says; the last head has nothing to skip."""
+    near = np.arange(64) < np.array([[8], [24], [64]])
+    p = made(tw.load(near, H, abs(Q - K)), tile=(8, 8), n_q=64, n_k=64, heads=3, heads_k=3)
+    assert [(grid(p)[0, h] == EMPTY).sum() for h in range(3)] == [42, 20, 0]
+    assert (grid(p)[0, 2] == FULL).all()
 
 
 @pytest.mark.slow

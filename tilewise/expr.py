@@ -375,7 +375,7 @@ def _substituted(expr: Expr, replacements: list[tuple[Expr, Expr]]) -> Expr:
     return new[id(expr)]
 
 
-def _variable(name: str, kind: str = INT) -> Expr:
+def variable(name: str, kind: str = INT) -> Expr:
     return _node("var", (), kind, name)
 
 
@@ -535,6 +535,6 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
     return _node("load", indices, kind, slot)
 
 
-S = _variable("S", FLOAT)
-B, H, HK, Q, K, NQ, NK, QP, KP = map(_variable, ("B", "H", "HK", "Q", "K", "NQ", "NK", "QP", "KP"))
+S = variable("S", FLOAT)
+B, H, HK, Q, K, NQ, NK, QP, KP = map(variable, ("B", "H", "HK", "Q", "K", "NQ", "NK", "QP", "KP"))
 VARIABLES = {v.payload: v for v in (S, B, H, HK, Q, K, NQ, NK, QP, KP)}

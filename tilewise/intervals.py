@@ -7,14 +7,15 @@ are written so that unknown never proves anything. A wrong bound is a wrong answ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import Loaded
-from tilewise.walking import OpTable
+from tilewise.expr import INT, Expr, Loaded, rebuild, variable
+from tilewise.walking import OpTable, evaluate, nodes, remembered, variables
 
 Interval = tuple[Any, Any]
 
@@ -208,47 +209,62 @@ def _within(index: Interval, size: int) -> Interval:
 
 
 def _line(array: Array, box: Interval) -> Interval:
-    """Range minimum and maximum over any ranges of a 1-D array: two overlapping power-of-two spans cover each range."""
+    """Minimum and maximum over any ranges of a 1-D array."""
     step = _COARSE if len(array) > 65536 else 1
     starts = np.arange(0, len(array), step)
-    lows, highs = [np.minimum.reduceat(array, starts)], [np.maximum.reduceat(array, starts)]
-    first, last = box[0] // step, box[1] // step
-    longest = int(np.max(last - first + 1, initial=1))
-    while 2 ** len(lows) <= longest:
-        half = 2 ** (len(lows) - 1)
-        lows.append(np.minimum(lows[-1][:-half], lows[-1][half:]))
-        highs.append(np.maximum(highs[-1][:-half], highs[-1][half:]))
-    lo, hi = np.empty(first.shape, array.dtype), np.empty(first.shape, array.dtype)
+    low, high = np.minimum.reduceat(array, starts), np.maximum.reduceat(array, starts)
+    return _over_ranges(low, high, box[0] // step, box[1] // step)
+
+
+def _over_ranges(low: Array, high: Array, first: Array, last: Array) -> Interval:
+    """Minima of low and maxima of high over ranges of their last axis, at each place of the axes before it, which
+    broadcast with the ranges: two overlapping power-of-two spans cover each range."""
+    grid = np.broadcast_shapes(low.shape[:-1], first.shape)
+    first, last = np.broadcast_to(first, grid), np.broadcast_to(last, grid)
+    lo, hi = np.empty(grid, low.dtype), np.empty(grid, high.dtype)
     level = np.frexp(last - first + 1)[1] - 1  # floor(log2(length))
-    for i, (low, high) in enumerate(zip(lows, highs, strict=True)):
-        at = level == i
-        a, b = first[at], last[at] - 2**i + 1
+    for i in range(int(level.max(initial=-1)) + 1):
+        at = np.nonzero(level == i)
+        place = tuple(x if size > 1 else 0 for x, size in zip(at, low.shape[:-1], strict=False))
+        a, b = (*place, first[at]), (*place, last[at] - 2**i + 1)
         lo[at], hi[at] = np.minimum(low[a], low[b]), np.maximum(high[a], high[b])
+        low = np.minimum(low[..., : -(2**i)], low[..., 2**i :])
+        high = np.maximum(high[..., : -(2**i)], high[..., 2**i :])
     return lo, hi
 
 
 def _box(array: Array, box: list[Interval]) -> Interval:
-    """Minimum and maximum over boxes of an array, one pass over it: each index ranges along one axis of the grid."""
+    """Minimum and maximum over boxes of an array, one pass over it.
+
+    Each index ranges along an axis of the grid that it has for itself; one is free to range along others as well.
+    """
     grid = np.broadcast_shapes(*(lo.shape for lo, _ in box)) if box else ()
-    axes = [[a - len(lo.shape) for a, size in enumerate(lo.shape) if size > 1] for lo, _ in box]
-    used = [a for one in axes for a in one]
-    if any(len(one) > 1 for one in axes) or len(set(used)) < len(used):
-        # Indices that share a grid axis, or depend on two: bounds of the whole array are right, if loose.
-        array = _comparable(array)
-        return np.full(grid, array.min()), np.full(grid, array.max())
+    own: dict[int, int] = {}  # the axis of the grid that an index has for itself, counted from the last
+    free: int | None = None
+    for i, (lo, _) in enumerate(box):
+        along = {a - lo.ndim for a, size in enumerate(lo.shape) if size > 1}
+        if len(along) <= 1 and not along & set(own.values()):
+            own.update((i, a) for a in along)
+        elif free is None:
+            free = i
+        else:  # the whole axis is right, if loose
+            box[i] = np.asarray(0), np.asarray(array.shape[i] - 1)
     # Only what the boxes touch is looked at: a plan asks for a band of a dense mask at a time.
     low = high = array[tuple(slice(int(first.min()), int(last.max()) + 1) for first, last in box)]
-    for axis, (first, last) in enumerate(box):
-        first, last = first - first.min(), last - first.min()
-        low, high = _reduce(low, high, axis, first.ravel(), last.ravel())
+    ranges = [(first - first.min(), last - first.min()) for first, last in box]
+    for i, (first, last) in enumerate(ranges):
+        if i != free:
+            low, high = _reduce(low, high, i, first.ravel(), last.ravel())
     low, high = _comparable(low), _comparable(high)  # as they are yet if no axis had ranges
-    # From the array's own axis order to the grid's.
-    order = sorted(range(array.ndim), key=lambda i: axes[i][0] if axes[i] else -99)
+    # From the array's own axis order to the grid's; the free index comes last.
+    order = sorted((i for i in range(array.ndim) if i != free), key=lambda i: own.get(i, -99))
     shape = [1] * len(grid)
-    for one in axes:
-        if one:
-            shape[one[0]] = grid[one[0]]
-    return low.transpose(order).reshape(shape), high.transpose(order).reshape(shape)
+    for i, a in own.items():
+        shape[a] = low.shape[i]
+    if free is None:
+        return low.transpose(order).reshape(shape), high.transpose(order).reshape(shape)
+    low, high = (x.transpose(*order, free).reshape(*shape, x.shape[free]) for x in (low, high))
+    return _over_ranges(low, high, *ranges[free])
 
 
 def _reduce(low: Array, high: Array, axis: int, first: Array, last: Array) -> Interval:
@@ -297,3 +313,48 @@ INTERVAL_OPS: OpTable = {
     "or": lambda a, b: (np.logical_or(a[0], b[0]), np.logical_or(a[1], b[1])),
     "not": _not,
 }
+
+
+# -- whole expressions ------------------------------------------------------------------------------------------------
+
+# The axis of the grid along which a variable varies.
+_AXES = {"B": 0, "H": 1, "HK": 1, "Q": 2, "QP": 2, "K": 3, "KP": 3}
+_ANYWHERE = variable("ANYWHERE", INT)  # an index of which nothing is known
+
+
+def bounds(expr: Expr, env: Mapping[str, Any]) -> Interval:
+    """Bounds of an expression over each tile of a grid. Those of a tile are the same whatever tiles lie beside it."""
+    other = remembered(expr, "followed", _followed)
+    unknown = np.asarray(np.nan)
+    env = {**env, _ANYWHERE.payload: (unknown, unknown)}
+    found: Interval = evaluate(expr if other is None else other, env, INTERVAL_OPS)
+    return found
+
+
+def _followed(expr: Expr) -> Expr | None:
+    """The same, where a load has more than one free index (`_box`) with only the first of them; None if none has.
+
+    An index is free by what it is made of. In a grid of one row or column it may look as if it was not, and a tile
+    would have other bounds there.
+    """
+    made: dict[Expr, Expr] = {}
+    for node in nodes(expr):
+        args = [made[a] for a in node.args]
+        if node.op == "load":
+            for i in _free(node)[1:]:
+                args[i] = _ANYWHERE
+        made[node] = rebuild(node, tuple(args))
+    return None if made[expr] is expr else made[expr]
+
+
+def _free(load: Expr) -> list[int]:
+    """The indices that vary along several axes of the grid, or along one that an index before them has."""
+    taken: set[int] = set()
+    free = []
+    for i, index in enumerate(load.args):
+        along = {_AXES[name] for name in variables(index) if name in _AXES}
+        if len(along) > 1 or along & taken:
+            free.append(i)
+        else:
+            taken |= along
+    return free

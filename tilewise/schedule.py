@@ -18,10 +18,10 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import INT32_MAX, INT32_MIN, Expr, Loaded, S, constant
-from tilewise.intervals import INTERVAL_OPS, SCORE
+from tilewise.intervals import INTERVAL_OPS, SCORE, bounds
 from tilewise.sharing import Lock, lazy
 from tilewise.spec import Attention, Lengths, Shape, Tile
-from tilewise.walking import evaluate, evaluate_all, loads, nodes, variables
+from tilewise.walking import evaluate_all, loads, nodes, variables
 
 _COARSE = 16  # tiles a side: blocks of tiles are classified first, and only mixed ones are looked into
 _CACHE_SIZE = 256
@@ -314,7 +314,7 @@ def _classify(plan: Plan, edges_q: Array, edges_k: Array) -> Array:
     lo = shape.env(batch, heads, q_lo[:, None], k_lo)
     hi = shape.env(batch, heads, q_hi[:, None], k_hi)
     env = {"S": SCORE, **{name: (np.asarray(lo[name]), np.asarray(hi[name])) for name in lo}}
-    always, sometimes = evaluate(plan.live, env, INTERVAL_OPS)
+    always, sometimes = bounds(plan.live, env)
     grid = (batch.shape[0], heads.shape[0], len(q_lo), len(k_lo))
     kinds = np.where(always & ~ragged, Kind.FULL, np.where(sometimes, Kind.PARTIAL, Kind.EMPTY))
     return np.broadcast_to(kinds, grid).astype(np.uint8)
