@@ -38,14 +38,12 @@ def test_a_damaged_file_is_removed(tmp_path: Path, damage: bytes) -> None:
 
 
 def test_text_is_just_that(tmp_path: Path) -> None:
-    """For Python and people to read: nothing behind it, and written again if someone changed it."""
+    """For people to read: nothing behind it."""
     files = Files(tmp_path)
-    path = files.text("a.py", "x = 1\n")
-    assert path.read_text() == "x = 1\n"
-    written = path.stat().st_mtime_ns
-    assert files.text("a.py", "x = 1\n").stat().st_mtime_ns == written
-    path.write_text("x = 2\n")
-    assert files.text("a.py", "x = 1\n").read_text() == "x = 1\n"
+    path = files.add_text("a.json", "[1]\n")
+    assert path.read_text() == files.text("a.json") == "[1]\n"
+    path.write_text("[2]\n")
+    assert files.text("a.json") == "[2]\n", "people may change it"
 
 
 def test_one_flipped_bit_is_seen(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from tests.linear.cases_on_gpu import CASES as ON_GPU
 from tilewise import arrays
 from tilewise.contract import check_results, on_host
 from tilewise.dispatch import Unsupported
-from tilewise.kernels import disk
 from tilewise.kernels.tilelang import compiler, library
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
@@ -86,7 +85,7 @@ def test_kernels_that_are_kept_need_no_compiler(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(compiler, "not_installed", lambda target: "it needs tilelang")
     assert not_compiled("sm_90a") == "it needs tilelang"
     build = build_of("scan", Linear(FEATURE_MAPS["elu"]), SHAPE, False, "sm_90a", 64, True)
-    disk.user_cache("tilelang").add(build.name, b"a library")
+    library._files("sm_90a").add(build.name, b"a library")
     assert not_compiled("sm_90a") is None
     with pytest.raises(Unsupported, match=r"no kernel for this call was compiled before .*outputs.* it needs tilelang"):
         library.kernel(replace(build, kernel="outputs"), lambda: None)

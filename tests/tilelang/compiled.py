@@ -7,4 +7,4 @@ from tilewise.kernels.tilelang import compiler, library
 
 def missing() -> str | None:
     """Why there are none: no compiler, and none that was compiled before."""
-    return None if library.any_is_kept("") else compiler.not_installed("sm_90a")
+    return None if library.any_is_kept("", "sm_90a") else compiler.not_installed("sm_90a")

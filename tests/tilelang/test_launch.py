@@ -215,8 +215,7 @@ def test_what_the_tests_on_a_gpu_take_is_compiled_ahead(monkeypatch: pytest.Monk
 def test_a_kernel_compiled_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """A machine without TileLang or nvcc takes what the cache folder has, and names what it has not."""
     pytest.importorskip("torch")
-    from tilewise.kernels import disk
-    from tilewise.kernels.tilelang import TileLangKernel, compiler
+    from tilewise.kernels.tilelang import TileLangKernel, compiler, library
     from tilewise.kernels.tilelang.call import builds_of
 
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path))
@@ -229,5 +228,5 @@ def test_a_kernel_compiled_elsewhere_is_found(monkeypatch: pytest.MonkeyPatch, t
         told = TileLangKernel().unsupported(call.spec, shape)
         assert told == f"no kernel for it was compiled before ({builds[0]}), and to compile one it needs nvcc"
         for build in builds:
-            disk.user_cache("tilelang").add(build.name, b"a library")
+            library._files("sm_90a").add(build.name, b"a library")
         assert TileLangKernel().unsupported(call.spec, shape) is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import subprocess
-import tempfile
 import time
 from contextlib import suppress
 from functools import cache
@@ -17,9 +16,10 @@ from tilewise.kernels import disk
 from tilewise.kernels.cuda.source import Source
 
 OPTIONS: dict[str, Any] = {"std": "c++17"}
-PREBUILT = disk.Files(Path(__file__).with_name("prebuilt"))  # by `make kernels`, shipped in wheels
+PREBUILT = disk.Files(Path(__file__).with_name("prebuilt"), guarded=False)  # by `make kernels`, shipped in wheels
 
 _logger = logging.getLogger("tilewise")
+_compiled: set[str] = set()  # by this process
 
 
 class CompileError(RuntimeError):
@@ -42,9 +42,10 @@ def machine_code(source: Source, arch: str) -> bytes:
     found = kept(source, arch)
     if found is None:
         files = disk.user_cache("cuda")
-        _logger.info("compiling the CUDA kernel %r for %s; later calls find it in %s", source.rung, arch, files.folder)
+        _logger.info("compiling the CUDA kernel %r for %s; later calls find it in %s", source.rung, arch, files)
         started = time.perf_counter()
         found = by_nvrtc(source, arch)
+        _compiled.add(_name(source, arch))
         _keep(files, _name(source, arch), found)
         _logger.info("compiled it in %.1f s", time.perf_counter() - started)
     return found
@@ -53,6 +54,15 @@ def machine_code(source: Source, arch: str) -> bytes:
 def kept(source: Source, arch: str) -> bytes | None:
     """What was compiled before, and kept."""
     return disk.user_cache("cuda").read(_name(source, arch))
+
+
+def forget(source: Source, arch: str, error: Exception) -> bool:
+    """Throw away what the driver does not load; False if this process compiled it, as it would be no other."""
+    name = _name(source, arch)
+    if name in _compiled:
+        return False
+    disk.user_cache("cuda").forget(name, error)
+    return True
 
 
 def _name(source: Source, arch: str) -> str:
@@ -69,7 +79,7 @@ def _keep(files: disk.Files, name: str, content: bytes) -> None:
     try:
         files.add(name, content)
     except OSError as error:  # a full disk, a home that is read-only: the kernel runs all the same
-        _logger.warning("the compiled kernel is not kept: %s cannot be written (%s)", files.folder, error)
+        files.tell_why_not(error)
 
 
 @cache
@@ -117,9 +127,9 @@ def without_nvrtc() -> str | None:
 def by_nvcc(source: Source, arch: str) -> bytes:
     """For those who have the CUDA toolkit, and need no PyTorch."""
     options = [f"-{name}={value}" for name, value in OPTIONS.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, "kernel.cubin")
-        Path(folder, f"{source.rung}.cu").write_text(source.text)
+    with disk.workplace() as folder:
+        made = folder / "kernel.cubin"
+        (folder / f"{source.rung}.cu").write_text(source.text)
         command = ["nvcc", "-cubin", f"-arch={arch}", *options, "-o", made.name, f"{source.rung}.cu"]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:

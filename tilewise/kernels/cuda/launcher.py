@@ -69,6 +69,11 @@ def _load(source: Source, arch: str) -> Loaded:
             return Loaded(*gpu.load(shipped, ENTRY))
         except LaunchError as error:  # made by a compiler newer than the driver
             _logger.info("the prebuilt kernel %r is compiled anew: %s", source.rung, error)
+    try:
+        return Loaded(*gpu.load(compiler.machine_code(source, arch), ENTRY))
+    except LaunchError as error:
+        if not compiler.forget(source, arch, error):
+            raise
     return Loaded(*gpu.load(compiler.machine_code(source, arch), ENTRY))
 
 

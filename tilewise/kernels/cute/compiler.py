@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module, metadata
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from tilewise.kernels import disk
 from tilewise.kernels.cute import modules
 from tilewise.kernels.cute.cubin import Resources, resources
 from tilewise.kernels.cute.near import CELL_BYTES
@@ -46,9 +46,9 @@ class Compiled:
         linker = c_compiler()
         if linker is None:
             raise CompileError("no C compiler to link with: expected cc, gcc or clang, or the variable CC to name one")
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder, "kernel.so")
-            Path(folder, "kernel.o").write_bytes(self.exported)
+        with disk.workplace() as folder:
+            made = folder / "kernel.so"
+            (folder / "kernel.o").write_bytes(self.exported)
             options, parts = (
                 ["-shared", "-fPIC", "-O2", "-o", made.name],
                 ["kernel.o", str(_SHIM), str(_archive(runtime))],
@@ -95,9 +95,9 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
         made = cute.compile(source.launch, *given, loaded, Float32(1.0), *more, build, stream, options=options)
     except Exception as error:  # of the DSL there are many kinds; the words are what counts
         raise CompileError(f"CuTe's compiler cannot compile {kernel} for {arch}:\n{error}") from error
-    with tempfile.TemporaryDirectory() as folder:
-        made.export_to_c(str(Path(folder, "kernel.o")), function_name=ENTRY)
-        return Compiled(made, Path(folder, "kernel.o").read_bytes())
+    with disk.workplace() as folder:
+        made.export_to_c(str(folder / "kernel.o"), function_name=ENTRY)
+        return Compiled(made, (folder / "kernel.o").read_bytes())
 
 
 def _of_forward(kernel: Wanted) -> list[Any]:

@@ -32,7 +32,8 @@ def kernel(wanted: Wanted, arch: str) -> Callable[..., None]:
 
 def is_built(wanted: Wanted, arch: str) -> bool:
     """Whether it need not be compiled."""
-    return _built(wanted.name(arch, runtime())) is not None
+    name = wanted.name(arch, runtime())
+    return any(folder.path(name) is not None for folder in _folders())
 
 
 def not_built(wanted: Wanted, arch: str) -> str | None:
@@ -40,6 +41,10 @@ def not_built(wanted: Wanted, arch: str) -> str | None:
     reason = compiler.not_installed()
     if reason is None or is_built(wanted, arch):
         return None
+    return _none_built(wanted, reason)
+
+
+def _none_built(wanted: Wanted, reason: str) -> str:
     return f"no kernel for it was built ahead of time ({wanted}), and to compile one {reason}"
 
 
@@ -54,27 +59,28 @@ def _compiled() -> disk.Files:
     return disk.user_cache(f"cute/{compiler.version()}")
 
 
-def _built(name: str) -> Path | None:
-    folders = [folder for folder in (built_ahead(), _compiled()) if folder is not None]
-    return next((path for folder in folders if (path := folder.path(name)) is not None), None)
+def _folders() -> list[disk.Files]:
+    """Where a kernel may be, in the order in which they are asked."""
+    return [folder for folder in (built_ahead(), _compiled()) if folder is not None]
 
 
 def _find(wanted: Wanted, arch: str) -> Callable[..., None]:
     name = wanted.name(arch, runtime())
-    path = _built(name)
-    if path is not None:
-        return load(path)
-    reason = not_built(wanted, arch)
+    reason = compiler.not_installed()
+    for folder in _folders():
+        found = folder.loaded(name, load, can_make=reason is None and folder != built_ahead())
+        if found is not None:
+            return found
     if reason is not None:
-        raise Unsupported(f"the kernel 'cute' cannot compute this call: {reason}")
+        raise Unsupported(f"the kernel 'cute' cannot compute this call: {_none_built(wanted, reason)}")
     files = _compiled()
-    _logger.info("compiling the CuTe kernel %s for %s; later calls find it in %s", wanted, arch, files.folder)
+    _logger.info("compiling the CuTe kernel %s for %s; later calls find it in %s", wanted, arch, files)
     started = time.perf_counter()
     made = compiler.compile(wanted, arch)
     _logger.info("compiled it in %.1f s", time.perf_counter() - started)
     try:
-        return load(files.add(name, made.library(runtime())))
-    except (OSError, compiler.CompileError) as error:  # a full disk, no linker: the kernel runs all the same
+        return load(files.keep(name, made.library(runtime())))
+    except (OSError, compiler.CompileError) as error:  # no room anywhere, no linker: the kernel runs all the same
         _logger.warning("the compiled kernel is not kept: %s", error)
         call: Callable[..., None] = made.call
         return call

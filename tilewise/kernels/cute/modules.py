@@ -43,9 +43,6 @@ def operations() -> str:
     return _OPERATIONS.read_text()
 
 
-@cache
 def module(functions: str) -> ModuleType | None:
     """What `text` gave, with the operations that it calls, as a module."""
-    if not functions:
-        return None
-    return written.module("cute", f"{operations()}\n\n{functions}")
+    return written.module("cute", f"{operations()}\n\n{functions}") if functions else None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
-import tempfile
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tilewise.kernels import disk, toolchain
 
 C = "c"  # the target that is main memory and a C++ compiler; others are architectures such as sm_90a
 
@@ -16,6 +20,8 @@ C = "c"  # the target that is main memory and a C++ compiler; others are archite
 _CUDA_FLAGS = ["-ftz=true"]
 # As a GPU has it, but for products, which are rounded before they are added.
 _C_FLAGS = ["-O2", "-ffp-contract=off", "-fno-math-errno"]
+_C_COMPILERS = ("c++", "g++", "clang++")
+_NVCC_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 
 # What a library tells of the arguments of `call`, in their order.
 _SIGNATURE = 'extern "C" const char* tilewise_signature() {{ return "{}"; }}\n'
@@ -38,18 +44,39 @@ def not_installed(target: str) -> str | None:
     missing = [name for name in ("torch", "tilelang") if find_spec(name) is None]
     if missing:
         return f"it needs {', '.join(missing)}; pip install 'tilewise[tilelang]'"
-    tools = ("c++", "g++", "clang++") if target == C else ("nvcc",)
+    tools = _C_COMPILERS if target == C else ("nvcc",)
     if not any(map(shutil.which, tools)):
         return f"TileLang needs a compiler, {' or '.join(tools)}, and there is none on PATH"
     return None
+
+
+def made_by(target: str) -> str:
+    """All that makes a library of a kernel's text, as the name of a folder."""
+    return _made_by(target, toolchain.host(_NVCC_ENVIRONMENT), os.environ.get("PATH"))
+
+
+@cache
+def _made_by(target: str, host: str, path: str | None) -> str:
+    """path: where compilers are looked for."""
+    command, tilelang = _command(target), _version("tilelang")
+    machine = toolchain.machine() if target == C else host
+    told = toolchain.digest(tilelang, _version("apache-tvm-ffi"), toolchain.version((command[0],)), machine, *command)
+    return f"{toolchain.ARCHITECTURE}-{tilelang}-{told[:16]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def library(kernel: Any, target: str) -> Compiled:
     """The library of a kernel (a PrimFunc): init(), call(...) and tilewise_signature()."""
     text = source(kernel, target)
     arguments = re.findall(r"\bcall\((.*?)\) \{", text)[-1]
-    with tempfile.TemporaryDirectory() as folder:
-        return _compiled(text + _SIGNATURE.format(arguments), target, Path(folder))
+    with disk.workplace() as folder:
+        return _compiled(text + _SIGNATURE.format(arguments), target, folder)
 
 
 def source(kernel: Any, target: str) -> str:
@@ -98,10 +125,13 @@ def _compiled(text: str, target: str, folder: Path) -> Compiled:
     return Compiled(made.read_bytes(), registers, spilled)
 
 
+def _c_compiler() -> str | None:
+    return next(filter(None, map(shutil.which, _C_COMPILERS)), None)
+
+
 def _command(target: str) -> list[str]:
     if target == C:
-        compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))))
-        return [compiler, "-std=c++17", "-fPIC", "-shared", "-w", *_C_FLAGS]
+        return [_c_compiler() or "c++", "-std=c++17", "-fPIC", "-shared", "-w", *_C_FLAGS]
     code = f"arch=compute_{target.removeprefix('sm_')},code={target}"
     return [
         "nvcc",

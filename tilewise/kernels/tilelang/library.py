@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 from tilewise.dispatch import Unsupported
-from tilewise.kernels import disk
+from tilewise.kernels import disk, toolchain
 from tilewise.kernels.tilelang import compiler
 from tilewise.sharing import Lock
 
 _logger = logging.getLogger("tilewise")
+_PART = "tilelang"  # of the user's cache
 _lock = Lock()
 _loaded: dict[Any, Library] = {}  # by build
 
@@ -68,43 +67,63 @@ def kernel(build: Build, write: Callable[[], Any]) -> Library:
     """The kernel of a build; `write` gives its text, if it has to be compiled."""
     with _lock:
         if build not in _loaded:
-            files = disk.user_cache("tilelang")
-            path = files.path(build.name)
-            _loaded[build] = Library(path if path is not None else _compiled(build, write, files))
+            _loaded[build] = _kept(build) or _made(build, write)
         return _loaded[build]
 
 
 def keep(build: Build, write: Callable[[], Any]) -> bool:
     """Compile a kernel for later, unless it was compiled before: whether it was to be compiled."""
-    files = disk.user_cache("tilelang")
-    if files.path(build.name) is not None:
+    if is_kept(build):
         return False
-    _compiled(build, write, files)
+    files = _files(build.target)
+    files.keep(build.name, _compiled(build, write, files))
     return True
 
 
 def is_kept(build: Build) -> bool:
     """Whether it was compiled before, here or for the folder that TILEWISE_CACHE names."""
-    return build in _loaded or disk.user_cache("tilelang").path(build.name) is not None
+    return build in _loaded or any(files.path(build.name) is not None for files in _folders(build.target))
 
 
-def any_is_kept(prefix: str) -> bool:
+def any_is_kept(prefix: str, target: str) -> bool:
     """Whether a kernel whose name begins so was compiled before."""
-    return next(disk.user_cache("tilelang").folder.glob(f"{prefix}*.so"), None) is not None
+    names = (name for files in _folders(target) for name in files.names())
+    return any(name.startswith(prefix) and name.endswith(".so") for name in names)
 
 
-def _compiled(build: Build, write: Callable[[], Any], files: disk.Files) -> Any:
+def _files(target: str) -> disk.Files:
+    """What was compiled by the TileLang, the compilers and on the kind of machine that are here."""
+    return disk.user_cache(f"{_PART}/{compiler.made_by(target)}")
+
+
+def _folders(target: str) -> list[disk.Files]:
+    """Where a kernel may be. Where nothing can be compiled, one of any compiler is better than none."""
+    if compiler.not_installed(target) is None:
+        return [_files(target)]
+    made_here = f"{toolchain.ARCHITECTURE}-"
+    names = sorted(disk.user_cache(_PART).names(), reverse=True)
+    return [disk.user_cache(f"{_PART}/{name}") for name in names if name.startswith(made_here)]
+
+
+def _kept(build: Build) -> Library | None:
+    can_make = compiler.not_installed(build.target) is None
+    found = (files.loaded(build.name, Library, can_make) for files in _folders(build.target))
+    return next((library for library in found if library is not None), None)
+
+
+def _made(build: Build, write: Callable[[], Any]) -> Library:
+    files = _files(build.target)
+    return Library(files.keep(build.name, _compiled(build, write, files)))
+
+
+def _compiled(build: Build, write: Callable[[], Any], files: disk.Files) -> bytes:
     reason = compiler.not_installed(build.target)
     if reason is not None:
         raise Unsupported(f"no kernel for this call was compiled before ({build}), and to compile one {reason}")
-    _logger.info("compiling the TileLang kernel %r; later calls find it in %s", str(build), files.folder)
+    _logger.info("compiling the TileLang kernel %r; later calls find it in %s", str(build), files)
     started = time.perf_counter()
     with compiler.as_target(build.target):
         text = write()
     made = compiler.library(text, build.target)
     _logger.info("compiled it in %.1f s", time.perf_counter() - started)
-    try:
-        return files.add(build.name, made.content)
-    except OSError as error:  # a full disk, a home that is read-only: the kernel runs all the same
-        _logger.warning("the compiled kernel is not kept: %s cannot be written (%s)", files.folder, error)
-        return disk.Files(Path(tempfile.mkdtemp())).add(build.name, made.content)
+    return made.content

@@ -11,10 +11,12 @@ from types import ModuleType
 from tilewise.expr import Expr, Loaded
 from tilewise.kernels import written
 from tilewise.kernels.triton.ops import function
+from tilewise.sharing import Kept
 from tilewise.spec import Attention
 from tilewise.walking import loads, remembered
 
 _OPERATIONS = Path(__file__).with_name("source") / "operations.py"
+_modules = Kept[ModuleType](written.MOST)
 
 
 def is_interpreted() -> bool:
@@ -46,7 +48,6 @@ def _operations() -> str:
     return _OPERATIONS.read_text()
 
 
-@cache
 def module(texts: tuple[str, ...]) -> ModuleType:
     """Functions in a module of their own, with the operations that they call."""
-    return written.module("triton", "\n\n".join([_operations(), *texts]))
+    return _modules.found(texts, lambda: written.module("triton", "\n\n".join([_operations(), *texts])))

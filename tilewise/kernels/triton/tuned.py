@@ -21,18 +21,22 @@ _logger = logging.getLogger("tilewise")
 @cache
 def choices(device: str) -> dict[Key, Choice]:
     """Nothing if nobody tuned, or what was kept cannot be read."""
-    return _read(path_for(gpu_name(device))) if device.startswith("cuda") else {}
+    return _read(gpu_name(device)) if device.startswith("cuda") else {}
 
 
-def _read(path: Path) -> dict[Key, Choice]:
+def _read(gpu: str) -> dict[Key, Choice]:
+    files, path = disk.user_cache("triton"), path_for(gpu)
     try:
-        told = json.loads(path.read_text())
+        told = json.loads(files.text(path.name))
         if told.get("format", 1) != FORMAT:
             why = f"it is in format {told.get('format', 1)}, and this version of Tilewise reads {FORMAT}"
             _logger.info("%s is passed over: %s; `tilewise tune` makes it anew", path, why)
             return {}
         return {_key(name): _choice(numbers) for name, numbers in told["choices"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except disk.UntrustedError as error:
+        _logger.warning("%s is passed over: %s", path, error)
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _logger.warning("%s is not what `tilewise tune` writes (%s), and is passed over; tune again", path, error)
@@ -61,10 +65,10 @@ def _choice(told: list[int]) -> Choice:
 def save(gpu: str, found: dict[Key, Choice]) -> Path:
     """Written beside what was found before for other passes, calls and heads."""
     path = path_for(gpu)
-    kept = {_name(key): [x.tile.q, x.tile.k, x.warps, x.stages] for key, x in {**_read(path), **found}.items()}
+    kept = {_name(key): [x.tile.q, x.tile.k, x.warps, x.stages] for key, x in {**_read(gpu), **found}.items()}
     told = {"format": FORMAT, "gpu": gpu, "triton": sys.modules["triton"].__version__, "choices": kept}
     choices.cache_clear()
-    return disk.user_cache("triton").text(path.name, json.dumps(told, indent=1) + "\n")
+    return disk.user_cache("triton").add_text(path.name, json.dumps(told, indent=1) + "\n")
 
 
 def path_for(gpu: str) -> Path:

@@ -15,16 +15,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from enum import IntEnum
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from tilewise.kernels import disk
+from tilewise.kernels import disk, toolchain
 from tilewise.kernels.cuda.source import ENTRY
+
+T = TypeVar("T")
 
 FOLDER = Path(__file__).parent
 _ALIGNMENT = 64  # of parameters: tensor maps need it
@@ -185,11 +187,6 @@ def _compiler() -> list[str]:
 
 
 @cache
-def _version(compiler: tuple[str, ...]) -> str:
-    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
-
-
-@cache
 def headers() -> dict[str, str]:
     """What stands for the headers of GPUs here."""
     return {"device.h": (FOLDER / "device.h").read_text(), "hopper.h": (FOLDER / "hopper.h").read_text(), "wgmma.h": ""}
@@ -199,7 +196,7 @@ def headers() -> dict[str, str]:
 def compile_source(text: str) -> Program:
     """The program of an assembled source, from the cache if it was ever compiled."""
     compiler = _compiler()
-    runtime = _runtime(tuple(compiler))
+    runtime = _runtime(tuple(compiler)).absolute()  # the compiler works in a folder of its own
     flags = [*_KERNEL_FLAGS, _optimization(text)]
     key = _key(text, runtime.name, *flags)
 
@@ -208,7 +205,7 @@ def compile_source(text: str) -> Program:
         command = [*compiler, *flags, "-shared", "kernel.cu", "-x", "none", str(runtime), "-o", "kernel.so"]
         return _run(command, folder, "kernel.so")
 
-    return Program(_made(f"{key}.so", make))
+    return _made(f"{key}.so", make, Program)
 
 
 def _optimization(text: str) -> str:
@@ -219,7 +216,7 @@ def _optimization(text: str) -> str:
 @cache
 def _runtime_key(compiler: tuple[str, ...]) -> str:
     texts = [(FOLDER / name).read_text() for name in (*_RUNTIME, *_HEADERS)]
-    return _key(*texts, *compiler, _version(compiler), *_RUNTIME_FLAGS)
+    return _key(*texts, *compiler, toolchain.version(compiler), toolchain.machine(), *_RUNTIME_FLAGS)
 
 
 def _runtime(compiler: tuple[str, ...]) -> Path:
@@ -230,19 +227,21 @@ def _runtime(compiler: tuple[str, ...]) -> Path:
         command = [*compiler, *_RUNTIME_FLAGS, "-I", str(FOLDER), "-c", "all.cpp", "-o", "runtime.o"]
         return _run(command, folder, "runtime.o")
 
-    return _made(f"{_runtime_key(compiler)}.o", make)
+    return _made(f"{_runtime_key(compiler)}.o", make, Path)
 
 
 def _key(*parts: Any) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
-def _made(name: str, make: Any) -> Path:
+def _made(name: str, make: Callable[[Path], Path], load: Callable[[Path], T]) -> T:
+    """What is loaded from the file of that name, which is made if it is not there or does not load."""
     files = disk.user_cache("simulator")
-    found = files.path(name)
+    found = files.loaded(name, load)
     if found is None:
-        with tempfile.TemporaryDirectory() as folder:
-            found = files.add(name, make(Path(folder)).read_bytes())
+        with disk.workplace() as folder:
+            content = make(folder).read_bytes()
+        found = load(files.keep(name, content))
     return found
 
 

@@ -72,7 +72,7 @@ class Kernel:
 def not_compiled(target: str) -> str | None:
     """Why no kernel can be had: none was compiled before, and none can be now. Which a call takes is seen when it is
     launched."""
-    return None if library.any_is_kept(PREFIX) else compiler.not_installed(target)
+    return None if library.any_is_kept(PREFIX, target) else compiler.not_installed(target)
 
 
 def refused(shape: Shape) -> str | None:
