@@ -47,5 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tilewise: out of memory: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"tilewise: {error.strerror or error}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename is not None and error.strerror else ""
+        print(f"tilewise: {where}{error.strerror or error}", file=sys.stderr)
         return 1

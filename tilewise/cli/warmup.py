@@ -18,6 +18,7 @@ from tilewise.bench.problem import VARIANTS, Cell
 from tilewise.cli import UserError
 from tilewise.cli.bench_options import names, several, whole
 from tilewise.cli.terminal import progress
+from tilewise.kernels import disk
 from tilewise.kernels.cuda import OLDEST, compiler, support
 from tilewise.kernels.cuda.choice import HOPPER, gradient_sources_of, sources_of
 from tilewise.kernels.cuda.source import Source
@@ -78,11 +79,18 @@ def run(args: argparse.Namespace) -> int:
         except compiler.CompileError as error:
             raise UserError(str(error)) from error
         progress()
+        if compiler.kept(source, arch) is None:
+            raise UserError(f"the compiled kernel is not kept: {_why_not_kept()}")
         print(f"{about}: {source.rung}, {time.perf_counter() - started:.1f} s")
         compiled += 1
     shipped = len(wanted) - len(missing)
     print(f"kernels that are ready: {len(wanted)} ({compiled} compiled now, {shipped} shipped with Tilewise)")
     return 0
+
+
+def _why_not_kept() -> str:
+    files = disk.user_cache("cuda")
+    return files.unusable() or f"{files} cannot be written; free some room, or set TILEWISE_CACHE to another folder"
 
 
 def _wanted(args: argparse.Namespace) -> Iterator[_Wanted]:

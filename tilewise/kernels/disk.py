@@ -24,6 +24,7 @@ _DIGEST = hashlib.sha256().digest_size  # at the end of each file, where loaders
 _WRITABLE_BY_OTHERS = 0o022
 _UNFINISHED = 24 * 3600.0  # seconds: whoever began to write a file that long ago was ended
 _NOWHERE = Path(os.devnull, "tilewise")  # no folder can be made there: what is kept is this process's own
+_NO_HOME = "this user has no home folder; set TILEWISE_CACHE to a folder that you can write"
 # What ctypes, apache-tvm-ffi and drivers raise for a file that is no library, or none for this machine.
 _NOT_LOADED = (OSError, AttributeError, RuntimeError)
 
@@ -105,6 +106,15 @@ class Files:
                     return why
         return None
 
+    def unusable(self) -> str | None:
+        """Why nothing can be kept here, and what to do; or None, as far as can be told without writing."""
+        if self.folder.is_relative_to(_NOWHERE):
+            return _NO_HOME
+        there = next(folder for folder in (self.folder, *self.folder.absolute().parents) if os.path.lexists(folder))
+        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+            return self.untrusted()
+        return f"{there} cannot be written; set TILEWISE_CACHE to a folder that you can write"
+
     def _places(self) -> list[Files]:
         """Where a file may be: what this process made for itself comes first, for it knows why."""
         own = _own.files(self)
@@ -173,7 +183,7 @@ class Files:
     def tell_why_not(self, error: OSError) -> None:
         """Once: later processes will do the same work again."""
         if self.folder.is_relative_to(_NOWHERE):
-            told = "compiled kernels are not kept: this user has no home folder; set TILEWISE_CACHE to a folder"
+            told = f"compiled kernels are not kept: {_NO_HOME}"
         elif isinstance(error, UntrustedError):
             told = f"compiled kernels are not kept in {self}: {error}"
         else:
