@@ -632,3 +632,52 @@ def test_a_command_tells_which_file_it_could_not_write(tmp_path: Path, capsys: p
     with failing(tmp_path, errno.ENOSPC, at=1):
         assert main(["explain", "--n", "8", "--out", str(out)]) == 1
     assert capsys.readouterr().err == f"tilewise: {out}: No space left on device\n"
+
+
+def test_doctor_tells_which_cache_is_used_and_why_one_is_not(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilewise.cli.doctor import _caches
+
+    monkeypatch.delenv("TILEWISE_CUTE_KERNELS", raising=False)
+    assert list(_caches()) == [f"cache: {cache}: 0 files, 0 B"]
+    disk.user_cache("cute/4.8").add("kernel.so", bytes(1000))
+    disk.user_cache("cuda").add("kernel.cubin", bytes(1000))
+    assert list(_caches()) == [f"cache: {cache}: 2 files, 2.0 KiB"]
+    (cache / "cute").chmod(0o777)
+    (told,) = _caches()
+    assert told.startswith(f"cache: {cache} is not used: other users may write {cache}/cute (mode 0777)")
+    assert told.endswith("or `chmod -R go-w` it if nobody else wrote there")
+    (cache / "cute").chmod(0o700)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    (told,) = _caches()
+    assert told.startswith(f"cache: {cache}: 2 files, 2.0 KiB; nothing more is kept there: {cache} cannot be written")
+    monkeypatch.undo()
+    monkeypatch.setenv("TILEWISE_CACHE", str(cache))
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    monkeypatch.setenv("TILEWISE_CUTE_KERNELS", str(tmp_path / "kernels"))
+    assert list(_caches())[1] == f"kernels built ahead (TILEWISE_CUTE_KERNELS): {tmp_path / 'kernels'}: 0 files, 0 B"
+    monkeypatch.delenv("TILEWISE_CACHE")
+    monkeypatch.setattr(disk, "cache_root", lambda: None)
+    assert "this user has no home folder; set TILEWISE_CACHE" in next(_caches())
+
+
+@needs_cc
+def test_what_was_built_ahead_is_guarded_and_stays(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that the user named: a library that does not load here may load elsewhere."""
+    user = Cute(monkeypatch, library)
+    ahead = Files(tmp_path / "kernels", guarded=False)
+    monkeypatch.setenv("TILEWISE_CUTE_KERNELS", str(ahead.folder))
+    ahead.add("kernel.so", library)
+    assert user.again() == 42 and user.made == 0
+    ahead.folder.chmod(0o775)
+    assert user.again() == 42 and user.made == 1
+    assert "chmod -R go-w" in caplog.text
+    ahead.folder.chmod(0o755)
+    user.name = "another.so"
+    bad = ahead.add(user.name, b"of another machine")
+    assert user.again() == 42 and user.made == 2
+    assert "does not load, and is passed over" in caplog.text
+    assert bad.exists()

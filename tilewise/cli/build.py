@@ -77,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     reason = compiler.not_installed()
     if reason is not None:
         raise UserError(f"nothing can be compiled here: {reason}")
-    Path(args.out).mkdir(parents=True, exist_ok=True)
+    Path(args.out).mkdir(mode=0o755, parents=True, exist_ok=True)
     check_writable("--out", args.out)
-    files, spilling, runtime = Files(Path(args.out), most=None), 0, f"cu{args.cuda}"
+    files, spilling, runtime = Files(Path(args.out), most=None, guarded=False), 0, f"cu{args.cuda}"
     for i, (kernel, arch, about) in enumerate(asked, start=1):
         progress(f"compiling {i} of {len(asked)}: {about}")
         started = time.perf_counter()
@@ -93,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
         spilling += made.resources.stack > 0
         print(f"{about}: {_resources(made.resources)}, {len(content) >> 10} KiB, {time.perf_counter() - started:.1f} s")
     print(f"kernels: {len(asked)}, in {args.out}; {library.FOLDER}={args.out} lets calls find them")
+    untrusted = Files(Path(args.out)).untrusted()
+    if untrusted is not None:
+        print(f"calls will not load them as they are: {untrusted}")
     if spilling:
         print(f"{spilling} of them keep numbers in slow memory: registers have no room; smaller heads have")
     return 1 if spilling else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -14,6 +15,9 @@ import numpy as np
 from tilewise import dispatch
 from tilewise._version import __version__
 from tilewise.bench.machine import import_torch
+from tilewise.explanation import size
+from tilewise.kernels import disk
+from tilewise.kernels.cute import library as cute
 
 
 def add_parser(commands: Any) -> None:
@@ -44,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         print(f"  {_package(package, use)}")
     print(f"\n{_gpu()}")
+    print("\n".join(_caches()))
     return 0 if None in reasons.values() else 1
 
 
@@ -82,3 +87,22 @@ def _gpu() -> str:
         return "GPU: none that PyTorch can use"
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return f"GPU: {names}"
+
+
+def _caches() -> Iterator[str]:
+    """Where compiled kernels are kept and found, and what is the matter with it."""
+    yield f"cache: {_cache(disk.user_cache('.'))}"
+    ahead = cute.built_ahead()
+    if ahead is not None:
+        yield f"kernels built ahead ({cute.FOLDER}): {_cache(ahead)}"
+
+
+def _cache(files: disk.Files) -> str:
+    below = disk.folders_below(files)
+    untrusted = next(filter(None, (folder.untrusted() for folder in below)), None)
+    if untrusted is not None:
+        return f"{files} is not used: {untrusted}"
+    sizes = [bytes_of for folder in below for bytes_of in folder.sizes()]
+    told = f"{files}: {len(sizes)} files, {size(sum(sizes))}"
+    unusable = files.unusable()
+    return told if unusable is None else f"{told}; nothing more is kept there: {unusable}"

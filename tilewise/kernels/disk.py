@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,6 +90,14 @@ class Files:
             if self.untrusted() is None:
                 return [path.name for path in self.folder.iterdir() if not path.name.startswith(".")]
         return []
+
+    def sizes(self) -> list[int]:
+        """Those of all files, in bytes."""
+        found = []
+        for path in _files_in(self.folder):
+            with suppress(OSError):
+                found.append(path.stat().st_size)
+        return found
 
     def text(self, name: str) -> str:
         """That of a file for people; OSError if there is none, or others may have written it."""
@@ -351,6 +359,12 @@ def user_cache(part: str) -> Files:
     """The user's own cache folder, or one that the variable TILEWISE_CACHE names."""
     root = cache_root() or _NOWHERE
     return Files(root / part, root=root)
+
+
+def folders_below(files: Files) -> list[Files]:
+    """A folder and all that are in it, as they are trusted."""
+    below = [Path(folder) for folder, _, _ in os.walk(files.folder)]
+    return [files, *(replace(files, folder=folder) for folder in below if folder != files.folder)]
 
 
 def cache_root() -> Path | None:
