@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -681,3 +682,40 @@ def test_what_was_built_ahead_is_guarded_and_stays(
     assert user.again() == 42 and user.made == 2
     assert "does not load, and is passed over" in caplog.text
     assert bad.exists()
+
+
+# -- for real ---------------------------------------------------------------------------------------------------------
+
+_CALL = """
+import numpy as np, tilewise as tw
+q = np.random.default_rng(0).standard_normal((1, 2, 9, 8)).astype(np.float32)
+for _ in range(2):
+    got = tw.attention(q, q, q, causal=True, kernel={kernel!r})
+    assert abs(got - tw.attention(q, q, q, causal=True, kernel="numpy")).max() < 1e-5
+"""
+_REAL = {"cuda-sim/naive": "c++", "tilelang-c/simple": "tilelang", "cute": "cutlass"}
+
+
+@pytest.mark.parametrize(
+    "kernel", ["cuda-sim/naive", *(pytest.param(x, marks=pytest.mark.slow) for x in list(_REAL)[1:])]
+)
+def test_real_compilers_where_no_cache_can_be_written(tmp_path: Path, kernel: str) -> None:
+    """In a container that is read-only but for its temporary folder, of which nothing is left."""
+    needed = _REAL[kernel]
+    if (shutil.which(needed) if needed == "c++" else find_spec(needed)) is None:
+        pytest.skip(f"{kernel} needs {needed}")
+    (tmp_path / "file").touch()
+    (tmp_path / "temporary").mkdir()
+    root = str(Path(__file__).parent.parent)
+    environment = {
+        **os.environ, "TILEWISE_CACHE": str(tmp_path / "file" / "cache"), "TMPDIR": str(tmp_path / "temporary"),
+        "PYTHONPATH": root, "CUTE_DSL_ARCH": "sm_90a",
+    }  # fmt: skip
+    what = ["-m", "tests.cute.compiled_once"] if kernel == "cute" else ["-c", _CALL.format(kernel=kernel)]
+    done = subprocess.run(
+        [sys.executable, *what], env=environment, cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the compiled kernel is not kept" in done.stderr
+    assert kernel != "cute" or '"compiled": 1' in done.stdout
+    assert not list((tmp_path / "temporary").glob("tilewise-*"))
