@@ -451,6 +451,9 @@ def test_no_relative_path_is_a_cache(monkeypatch: pytest.MonkeyPatch, system: st
                 else:
                     monkeypatch.setenv(name, value)
             assert disk.cache_root() == below
+    monkeypatch.setenv("TILEWISE_CACHE", "here")
+    assert disk.cache_root() == Path.cwd() / "here", "which the user asked for"
+    monkeypatch.delenv("TILEWISE_CACHE")
     monkeypatch.setenv("HOME", "/home/other")
     assert disk.cache_root() == Path("/home/other", *below.parts[3:])
 

@@ -108,10 +108,14 @@ class Files:
         if not self.guarded:
             return None
         for folder in self._folders():
-            with suppress(OSError):  # one that is not there has nothing in it
+            try:
                 why = _written_by_others(folder, folder.stat())
-                if why is not None:
-                    return why
+            except (FileNotFoundError, NotADirectoryError):  # there is nothing in it
+                continue
+            except OSError as error:
+                why = f"{folder} cannot be looked at ({_words(error)})"
+            if why is not None:
+                return why
         return None
 
     def unusable(self) -> str | None:
@@ -371,7 +375,7 @@ def cache_root() -> Path | None:
     """Where the user's cache is; None if this user has no home folder."""
     told = os.environ.get("TILEWISE_CACHE")
     if told:
-        return Path(told)
+        return Path(told).absolute()
     if sys.platform == "darwin":
         home = _home()
         return None if home is None else home / "Library" / "Caches" / "tilewise"

@@ -196,7 +196,7 @@ def headers() -> dict[str, str]:
 def compile_source(text: str) -> Program:
     """The program of an assembled source, from the cache if it was ever compiled."""
     compiler = _compiler()
-    runtime = _runtime(tuple(compiler)).absolute()  # the compiler works in a folder of its own
+    runtime = _runtime(tuple(compiler))
     flags = [*_KERNEL_FLAGS, _optimization(text)]
     key = _key(text, runtime.name, *flags)
 
