@@ -722,3 +722,49 @@ def test_real_compilers_where_no_cache_can_be_written(tmp_path: Path, kernel: st
     assert "the compiled kernel is not kept" in done.stderr
     assert kernel != "cute" or '"compiled": 1' in done.stdout
     assert not list((tmp_path / "temporary").glob("tilewise-*"))
+
+
+# -- on a GPU ---------------------------------------------------------------------------------------------------------
+
+_ON_GPU = """
+import torch, tilewise as tw
+q, k, v = (torch.randn(1, 2, 200, 64, device="cuda").bfloat16().requires_grad_() for _ in range(3))
+options = dict(causal=True, score=tw.softcap(9.25))
+got = tw.attention(q, k, v, kernel={kernel!r}, **options)
+got.float().sum().backward()
+want = tw.attention(*(x.detach().cpu().float() for x in (q, k, v)), kernel="numpy", **options)
+assert (got.detach().cpu().float() - want).abs().max() < 0.05
+assert q.grad.isfinite().all()
+"""
+
+
+def _on_gpu(kernel: str, **environment: str) -> str:
+    """What it tells, of a process of its own."""
+    from tilewise import dispatch
+
+    reason = dispatch.kernel(kernel).unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    root = str(Path(__file__).parent.parent)
+    command = [sys.executable, "-c", _ON_GPU.format(kernel=kernel)]
+    given = {**os.environ, "PYTHONPATH": root, **environment}
+    done = subprocess.run(command, env=given, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["cuda", "triton", "cute", "tilelang"])
+def test_gpu_kernels_where_no_cache_can_be_written(tmp_path: Path, kernel: str) -> None:
+    (tmp_path / "file").touch()
+    told = _on_gpu(kernel, TILEWISE_CACHE=str(tmp_path / "file" / "cache"))
+    assert ("is not kept" in told) == (kernel != "triton"), told
+
+
+@pytest.mark.gpu
+def test_a_cubin_that_the_driver_refuses_is_compiled_again(tmp_path: Path) -> None:
+    for turn, (refused, told) in enumerate([(False, False), (True, True), (False, False)]):
+        if refused:
+            for path in list((tmp_path / "cuda").iterdir()):
+                Files(path.parent).add(path.name, b"\x7fELF of another architecture")
+        assert ("does not load, and is made again" in _on_gpu("cuda", TILEWISE_CACHE=str(tmp_path))) == told, turn
