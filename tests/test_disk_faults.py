@@ -742,6 +742,7 @@ def _on_gpu(kernel: str, **environment: str) -> str:
     """What it tells, of a process of its own."""
     from tilewise import dispatch
 
+    pytest.importorskip("torch")  # which is asked for GPUs
     reason = dispatch.kernel(kernel).unavailable()
     if reason is not None:
         pytest.skip(reason)
