@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import multiprocessing
 import os
 import platform
-import resource
 import shutil
 import stat
 import subprocess
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.faults import every_step, failing
-from tilewise.cli import main
+from tilewise.cli import bench, main
 from tilewise.kernels import disk, toolchain
 from tilewise.kernels.cuda import compiler, simulator
 from tilewise.kernels.cuda.source import Source
@@ -529,7 +529,6 @@ def test_a_file_of_which_the_disk_takes_a_part(tmp_path: Path) -> None:
         f"files = Files(Path({str(tmp_path)!r}))\nfiles.add('small', bytes(100))\n"
         "try:\n    files.add('large', bytes(100_000))\nexcept OSError as error:\n    print(error.strerror)\n"
     )
-    assert resource.RLIM_INFINITY is not None
     root = Path(__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
     assert done.stdout == "File too large\n", done.stderr
@@ -629,6 +628,45 @@ def test_warmup_says_that_nothing_is_kept(
     cache.touch()
     assert main(["warmup", "--arch", "sm_90a", "--variants", "full", "--n", "512"]) == 2
     assert f"{cache} cannot be written; set TILEWISE_CACHE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
+def test_a_users_file_is_as_it_was_or_whole(tmp_path: Path, error: int) -> None:
+    """Results of a long run are written again after each part of it."""
+    out = tmp_path / "results.json"
+    for _, found in every_step(tmp_path, lambda: bench.write({"new": 1}, out), error):
+        told = {"old": 0} if isinstance(found, OSError) else {"new": 1}
+        assert not isinstance(found, OSError) or found.filename == str(out)
+        assert not out.exists() or json.loads(out.read_text()) == told
+        bench.write({"old": 0}, out)
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_a_users_file_of_which_the_disk_takes_a_part(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    out.write_text("as it was")
+    code = (
+        "import resource\nfrom tilewise.kernels.disk import Path, write_whole\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        f"out = Path({str(out)!r})\n"
+        "try:\n    write_whole(out, bytes(100_000))\nexcept OSError as error:\n    print(error.filename)\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{out}\n", done.stderr
+    assert out.read_text() == "as it was"
+    assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def test_pipes_links_and_files_in_closed_folders_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk.write_whole(Path(os.devnull), b"nothing")
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    disk.write_whole(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_bytes() == b"new"
+    with failing(tmp_path, errno.EACCES, at=1):
+        disk.write_whole(tmp_path / "file", b"newer")
+    assert (tmp_path / "file").read_bytes() == b"newer"
 
 
 def test_a_command_tells_which_file_it_could_not_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

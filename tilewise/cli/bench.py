@@ -20,6 +20,7 @@ from tilewise.cli.bench_options import (
     whole,
 )
 from tilewise.cli.terminal import progress
+from tilewise.kernels.disk import write_whole
 
 if TYPE_CHECKING:
     from tilewise.bench.problem import Cell
@@ -149,7 +150,7 @@ def _check_targets(args: argparse.Namespace) -> None:
 
 
 def write(results: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n")
+    write_whole(path, (json.dumps(results, indent=1, allow_nan=False) + "\n").encode())
     print(f"wrote {path}")
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise.cli import UserError
 from tilewise.cli.bench_options import check_matplotlib, check_writable
 from tilewise.explanation import size
+from tilewise.kernels.disk import write_whole
 
 if TYPE_CHECKING:
     from tilewise.bench.page.against import Comparison
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from tilewise.bench.page.document import page
 
     text = page(runs, compared, left_out).encode()
-    out.write_bytes(text)
+    write_whole(out, text)
     count = sum(len(run.measurements) for run in runs)
     for path, why in left_out.items():
         print(f"left out: {path} {why}")

@@ -17,6 +17,7 @@ from tilewise.explainer.page import MOST_BYTES, page, payload, recorded_bytes
 from tilewise.explainer.record import record
 from tilewise.explainer.timeline import timeline
 from tilewise.explanation import size
+from tilewise.kernels.disk import write_whole
 from tilewise.schedule import Kind
 from tilewise.spec import Attention, Shape, Tile
 
@@ -101,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     if args.serve:
         return explain_server.serve(args.port, data, lambda form: recording(Asked.of_fields(form)))
     text = page(data).encode()
-    args.out.write_bytes(text)
+    write_whole(args.out, text)
     kinds = [step["kind"] for step in data["steps"]]
     counts = ", ".join(f"{kinds.count(kind.name)} {kind.name}" for kind in Kind)
     print(f"{args.out}: {len(kinds)} tiles ({counts}), {size(len(text))}; open it in a browser")

@@ -297,6 +297,24 @@ def _tell_once(told: str) -> None:
         _logger.warning("%s", told)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """A file that a user asked for: it stays as it was, or is written to the end. Pipes and devices take what comes."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path = path.resolve()
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        if not isinstance(error, PermissionError):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        path.write_bytes(content)  # in that folder nothing can be made, and the file may be there
+
+
 # -- of this process alone --------------------------------------------------------------------------------------------
 
 
