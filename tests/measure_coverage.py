@@ -1,0 +1,186 @@
+"""Measures which lines the tests run, in Python and in the native engine: python tests/measure_coverage.py FOLDER PYTEST-ARGUMENTS
+
+The engine is built with gcov's counters in a folder of its own, never over the normal library. FOLDER gets
+
+    summary.json    lines and branches by part, with the date, the commit, the machine and the command
+    missing.txt     every line that no test runs, with its text, file by file
+    html/           coverage.py's pages of the Python files
+
+`--tell FOLDER` writes the table of summary.json into CONTRIBUTING.md instead.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run from anywhere, beside this package
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from tests.proof import commit
+from tilewise.kernels.cpu.engine import build
+
+ROOT = Path(__file__).resolve().parent.parent
+OBJECTS = build.BUILD / "engine-coverage"
+PAGE = ROOT / "CONTRIBUTING.md"
+ENGINE = "kernels/cpu/engine"
+
+# Counters are shared by threads, and every path that this machine can run writes its own.
+ENGINE_FLAGS = {"CXXFLAGS": "--coverage -fprofile-update=atomic", "LDFLAGS": "--coverage"}
+# The compilers of CuTe and TileLang read these files; Python never runs them, whatever the tests do.
+NOT_PYTHON = ("tilewise/kernels/cute/source/*", "tilewise/kernels/tilelang/source/*", "tilewise/linear/kernels/tilelang/source/*")
+SETTINGS = """\
+[run]
+branch = true
+parallel = true
+relative_files = true
+data_file = {data}
+source_pkgs = tilewise
+omit = {omit}
+patch = subprocess
+disable_warnings = no-data-collected, module-not-imported, module-not-measured, already-imported, couldnt-parse
+[report]
+exclude_also =
+    if TYPE_CHECKING:
+    @overload
+    raise NotImplementedError
+    ^ +\\.\\.\\.$
+"""
+
+Lines = dict[int, int]  # how often each ran
+Record = dict[str, Any]
+
+
+def measure(folder: Path, arguments: list[str]) -> int:
+    """Run pytest with these arguments; its exit code, once everything is written."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    os.environ.update({name: f"{os.environ.get(name, '')} {flags}".strip() for name, flags in ENGINE_FLAGS.items()})
+    library = build.link(build.compile_objects(objects=OBJECTS), objects=OBJECTS)
+    for old in OBJECTS.glob("*.gcda"):
+        old.unlink()
+    settings = folder / "settings.ini"
+    settings.write_text(SETTINGS.format(data=folder / "data", omit=", ".join(NOT_PYTHON)))
+    coverage = [sys.executable, "-m", "coverage"]
+    command = [*coverage, "run", f"--rcfile={settings}", "-m", "pytest", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name not in ENGINE_FLAGS}
+    code = subprocess.run(command, cwd=ROOT, env=environment | {"TILEWISE_LIBRARY": str(library)}, check=False).returncode
+    pages, numbers = str(folder / "html"), str(folder / "python.json")
+    for step in (["combine"], ["json", "-o", numbers], ["html", "-d", pages]):
+        subprocess.run([*coverage, *step, "--quiet", f"--rcfile={settings}"], cwd=ROOT, check=True)
+    report(folder, shlex.join(["pytest", *arguments]), code)
+    return code
+
+
+def report(folder: Path, command: str, code: int) -> None:
+    """The summary and the missing lines, of what was counted."""
+    python = json.loads((folder / "python.json").read_text())["files"]
+    engine = engine_lines(OBJECTS)
+    summary = {
+        "date": date.today().isoformat(), **commit(), "command": command, "held": code == 0,
+        "parts": parts(python, engine),
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    missed = {name: file["missing_lines"] for name, file in python.items()}
+    missed |= {name: [line for line, count in lines.items() if not count] for name, lines in engine.items()}
+    (folder / "missing.txt").write_text("".join(told(name, lines) for name, lines in sorted(missed.items()) if lines))
+    print(table(summary))
+    print(f"\nWhat no test runs: {os.path.relpath(folder / 'missing.txt')}; pages: {os.path.relpath(folder / 'html')}")
+
+
+def engine_lines(objects: Path) -> dict[str, Lines]:
+    """How often each line of the engine ran, over all instruction sets, as gcov counted it."""
+    counted: dict[str, Lines] = {}
+    for notes in sorted(objects.glob("*.gcno")):
+        told = subprocess.run(
+            ["gcov", "--json-format", "--stdout", notes.stem], cwd=objects, capture_output=True, check=True
+        ).stdout
+        text = gzip.open(io.BytesIO(told)).read() if told[:2] == b"\x1f\x8b" else told
+        for file in (file for record in text.splitlines() for file in json.loads(record)["files"]):
+            path = (objects / file["file"]).resolve()
+            if not path.is_relative_to(build.ENGINE):  # a header of the compiler's
+                continue
+            lines = counted.setdefault(str(path.relative_to(ROOT)), {})
+            for line in file["lines"]:
+                lines[line["line_number"]] = lines.get(line["line_number"], 0) + line["count"]
+    return counted
+
+
+def parts(python: dict[str, Record], engine: dict[str, Lines]) -> dict[str, dict[str, int]]:
+    """Lines and branches, all and run, of each part of the package."""
+    found: dict[str, dict[str, int]] = {}
+
+    def add(part: str, **numbers: int) -> None:
+        row = found.setdefault(part, dict.fromkeys(("lines", "run", "branches", "taken"), 0))
+        for name, number in numbers.items():
+            row[name] += number
+
+    for name, file in python.items():
+        totals = file["summary"]
+        add(
+            part_of(name), lines=totals["num_statements"], run=totals["covered_lines"],
+            branches=totals["num_branches"], taken=totals["covered_branches"],
+        )  # fmt: skip
+    for lines in engine.values():
+        add(ENGINE, lines=len(lines), run=sum(count > 0 for count in lines.values()))
+    return dict(sorted(found.items()))
+
+
+def part_of(name: str) -> str:
+    """A folder of tilewise, or a kernel system; "" for the files that stand in tilewise itself."""
+    folders = Path(name).parts[1:-1]
+    return "/".join(folders[: 2 if folders[:1] == ("kernels",) else 1])
+
+
+def told(name: str, lines: Iterable[int]) -> str:
+    text = (ROOT / name).read_text().splitlines()
+    return f"{name}\n" + "".join(f"{line:6} {text[line - 1]}\n" for line in sorted(lines)) + "\n"
+
+
+def table(summary: Record) -> str:
+    """The summary as the page shows it."""
+    rows = [f"| `tilewise/{name}`{' (C++)' if name == ENGINE else ''} {_cells(row)}" for name, row in summary["parts"].items()]
+    python = [row for name, row in summary["parts"].items() if name != ENGINE]
+    rows.append(f"| all Python {_cells({key: sum(row[key] for row in python) for key in python[0]})}")
+    failed = "" if summary["held"] else " Some tests failed."
+    which = f"{(summary['commit'] or 'no commit')[:10]}{' and changes to it' if summary['dirty'] else ''}"
+    about = f"Measured on {summary['date']} at {which} by `{summary['command']}`, without a GPU.{failed}"
+    return "\n".join(["| part | lines | run | branches taken |", "|---|---|---|---|", *rows, "", about])
+
+
+def _cells(row: dict[str, int]) -> str:
+    branches = _percent(row["taken"], row["branches"]) if row["branches"] else ""
+    return f"| {row['lines']:,} | {_percent(row['run'], row['lines'])} | {branches} |"
+
+
+def _percent(some: int, all_of_them: int) -> str:
+    return f"{100 * some / max(all_of_them, 1):.0f}%"
+
+
+def filled(page: str, summary: Record) -> str:
+    """The page with its table made anew."""
+    pattern = r"(<!-- coverage -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda match: f"{match[1]}{table(summary)}\n{match[2]}", page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    if sys.argv[1] == "--tell":
+        PAGE.write_text(filled(PAGE.read_text(), json.loads(Path(sys.argv[2], "summary.json").read_text())))
+        sys.exit(0)
+    try:
+        sys.exit(measure(Path(sys.argv[1]).resolve(), sys.argv[2:]))
+    except build.BuildError as failure:
+        sys.exit(str(failure))
