@@ -1,6 +1,7 @@
-"""Measures which lines the tests run, in Python and in the native engine: python tests/measure_coverage.py FOLDER PYTEST-ARGUMENTS
+"""Measures which lines the tests run, in Python and in the engine: python tests/measure_coverage.py FOLDER ARGUMENTS
 
-The engine is built with gcov's counters in a folder of its own, never over the normal library. FOLDER gets
+ARGUMENTS are pytest's. The engine is built with gcov's counters in a folder of its own, never over the normal library.
+FOLDER gets
 
     summary.json    lines and branches by part, with the date, the commit, the machine and the command
     missing.txt     every line that no test runs, with its text, file by file
@@ -12,7 +13,6 @@ The engine is built with gcov's counters in a folder of its own, never over the 
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import re
@@ -39,7 +39,11 @@ ENGINE = "kernels/cpu/engine"
 # Counters are shared by threads, and every path that this machine can run writes its own.
 ENGINE_FLAGS = {"CXXFLAGS": "--coverage -fprofile-update=atomic", "LDFLAGS": "--coverage"}
 # The compilers of CuTe and TileLang read these files; Python never runs them, whatever the tests do.
-NOT_PYTHON = ("tilewise/kernels/cute/source/*", "tilewise/kernels/tilelang/source/*", "tilewise/linear/kernels/tilelang/source/*")
+NOT_PYTHON = (
+    "tilewise/kernels/cute/source/*",
+    "tilewise/kernels/tilelang/source/*",
+    "tilewise/linear/kernels/tilelang/source/*",
+)
 SETTINGS = """\
 [run]
 branch = true
@@ -75,7 +79,9 @@ def measure(folder: Path, arguments: list[str]) -> int:
     coverage = [sys.executable, "-m", "coverage"]
     command = [*coverage, "run", f"--rcfile={settings}", "-m", "pytest", *arguments]
     environment = {name: value for name, value in os.environ.items() if name not in ENGINE_FLAGS}
-    code = subprocess.run(command, cwd=ROOT, env=environment | {"TILEWISE_LIBRARY": str(library)}, check=False).returncode
+    code = subprocess.run(
+        command, cwd=ROOT, env=environment | {"TILEWISE_LIBRARY": str(library)}, check=False
+    ).returncode
     pages, numbers = str(folder / "html"), str(folder / "python.json")
     for step in (["combine"], ["json", "-o", numbers], ["html", "-d", pages]):
         subprocess.run([*coverage, *step, "--quiet", f"--rcfile={settings}"], cwd=ROOT, check=True)
@@ -106,7 +112,7 @@ def engine_lines(objects: Path) -> dict[str, Lines]:
         told = subprocess.run(
             ["gcov", "--json-format", "--stdout", notes.stem], cwd=objects, capture_output=True, check=True
         ).stdout
-        text = gzip.open(io.BytesIO(told)).read() if told[:2] == b"\x1f\x8b" else told
+        text = gzip.decompress(told) if told[:2] == b"\x1f\x8b" else told
         for file in (file for record in text.splitlines() for file in json.loads(record)["files"]):
             path = (objects / file["file"]).resolve()
             if not path.is_relative_to(build.ENGINE):  # a header of the compiler's
@@ -150,7 +156,10 @@ def told(name: str, lines: Iterable[int]) -> str:
 
 def table(summary: Record) -> str:
     """The summary as the page shows it."""
-    rows = [f"| `tilewise/{name}`{' (C++)' if name == ENGINE else ''} {_cells(row)}" for name, row in summary["parts"].items()]
+    rows = [
+        f"| `tilewise/{name}`{' (C++)' if name == ENGINE else ''} {_cells(row)}"
+        for name, row in summary["parts"].items()
+    ]
     python = [row for name, row in summary["parts"].items() if name != ENGINE]
     rows.append(f"| all Python {_cells({key: sum(row[key] for row in python) for key in python[0]})}")
     failed = "" if summary["held"] else " Some tests failed."

@@ -520,19 +520,28 @@ def load_slot(slot: Loaded, *index: Any) -> Expr:
             f"got {len(index)} indices"
         )
     kind = arrays.value_kind(array)
+    for i, given in enumerate(index):
+        if isinstance(given, (int, np.integer)) and not isinstance(given, bool):
+            _check_place(array, i, given)
+        elif isinstance(given, (float, np.floating, str)):
+            found = f"got the {type(given).__name__} {given!r}"
+            raise TypeError(f"load(array, ...): index {i} must be an integer expression, {found}")
     indices = tuple(lift(i) for i in index)
     for i, node in enumerate(indices):
         if node.kind != INT:
             raise TypeError(f"load(array, ...): index {i} must be an integer expression, got the {node.kind} {node!r}")
         if array.shape[i] == 0 and node.op != "var":
             raise ValueError(f"load(array, ...): the array is empty: shape {tuple(array.shape)}")
-        if node.op == "const" and not 0 <= node.payload < array.shape[i]:
-            raise IndexError(
-                f"load(array, ...): index {i} is {node.payload}, the array's size there is {array.shape[i]}"
-            )
+        if node.op == "const":
+            _check_place(array, i, node.payload)
     if slot.grad and kind != FLOAT:
         raise TypeError(f"load(array, ..., grad=True) needs a float array, got {arrays.dtype_name(array)}")
     return _node("load", indices, kind, slot)
+
+
+def _check_place(array: Any, axis: int, index: Any) -> None:
+    if not 0 <= index < array.shape[axis]:
+        raise IndexError(f"load(array, ...): index {axis} is {index}, the array's size there is {array.shape[axis]}")
 
 
 S = variable("S", FLOAT)

@@ -39,6 +39,7 @@ def fused_qkv_projection(
         from tilewise.pytorch.front import autocast
 
         x, w_qkv, b_qkv = autocast(x, w_qkv, b_qkv)
+    heads, heads_k = check_heads(heads, heads_k)
     d = _head_dim(x, w_qkv, b_qkv, heads, heads_k, d)
     if rope is not None:
         check(rope, x.shape[0], {"positions": x.shape[1]}, d)
@@ -65,7 +66,7 @@ def _split(y: Any, heads: int, heads_k: int, axis: int) -> tuple[Any, Any, Any]:
     return q, k, v
 
 
-def check_heads(heads: Any, heads_k: Any) -> None:
+def check_heads(heads: Any, heads_k: Any) -> tuple[int, int]:
     for name, count in (("heads", heads), ("heads_k", heads_k)):
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"{name}: expected a positive whole number, got {count!r}")
@@ -74,11 +75,13 @@ def check_heads(heads: Any, heads_k: Any) -> None:
             f"heads_k: expected a number that divides heads, which is {heads}, got {heads_k}; each key head serves "
             "as many query heads as every other"
         )
+    return int(heads), int(heads_k)
 
 
-def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
+def _head_dim(x: Any, w: Any, b: Any, heads: int, heads_k: int, d: Any) -> int:
     """Check sizes and types; the head dimension they tell."""
-    check_heads(heads, heads_k)
+    if d is not None and (isinstance(d, bool) or not isinstance(d, Integral)):
+        raise TypeError(f"d: expected a whole number, the head dimension, got {d!r}")
     given = {"x": (x, "(batch, n, features)", 3), "w_qkv": (w, "(features, columns)", 2), "b_qkv": (b, "(columns,)", 1)}
     for name, (array, layout, rank) in given.items():
         if array is None and name == "b_qkv":
@@ -97,15 +100,15 @@ def _head_dim(x: Any, w: Any, b: Any, heads: Any, heads_k: Any, d: Any) -> int:
             "of a torch.nn.Linear pass weight.T"
         )
     every = heads + 2 * heads_k
-    d = w.shape[1] // every if d is None else d
-    if w.shape[1] != every * d or not 1 <= d <= MAX_HEAD_DIM:
+    size = int(w.shape[1] // every if d is None else d)
+    if w.shape[1] != every * size or not 1 <= size <= MAX_HEAD_DIM:
         raise ValueError(
             f"w_qkv: expected (heads + 2 * heads_k) * d columns, {every} * d with d from 1 to {MAX_HEAD_DIM}, "
-            f"got {w.shape[1]} and d {d}"
+            f"got {w.shape[1]} and d {size}"
         )
     if b is not None and b.shape[0] != w.shape[1]:
         raise ValueError(f"b_qkv: expected {w.shape[1]} numbers, as w_qkv has columns, got {b.shape[0]}")
-    return int(d)
+    return size
 
 
 def _said(array: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.expr import Expr, Loaded
+from tilewise.expr import INT32_MAX, Expr, Loaded
 from tilewise.rope import Rope
 from tilewise.walking import loads
 
@@ -24,8 +24,8 @@ class Tile:
     def __post_init__(self) -> None:
         sizes: dict[str, Any] = {"q": self.q, "k": self.k}
         for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
-                raise ValueError(f"Tile: {name} must be a positive whole number, got {size!r}")
+            if isinstance(size, bool) or not isinstance(size, Integral) or not 1 <= int(size) <= INT32_MAX:
+                raise ValueError(f"Tile: {name} must be a positive whole number of 32 bits, got {size!r}")
             object.__setattr__(self, name, int(size))
 
 

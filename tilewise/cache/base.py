@@ -77,7 +77,7 @@ class Cache:
     def release(self, *sequences: Any) -> None:
         """Forget the keys of sequences that have ended, told by their numbers; others may begin in their place."""
         for b in sequences:
-            if not isinstance(b, Integral) or not 0 <= int(b) < self.batch:
+            if isinstance(b, bool) or not isinstance(b, Integral) or not 0 <= int(b) < self.batch:
                 raise ValueError(f"release: expected numbers of sequences from 0 to {self.batch - 1}, got {b!r}")
         for b in sequences:
             self._lengths.put((int(b),), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from numbers import Integral
@@ -11,6 +12,7 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
+from tilewise.expr import INT32_MAX
 
 
 def check_like(name: str, x: Any, stored: Any) -> None:
@@ -37,11 +39,14 @@ def named(k: Any, v: Any) -> Sequence[tuple[str, Any]]:
 
 
 def check_storage(k: Any, v: Any, layout: str) -> None:
+    """Refuse arrays that cannot be a cache. Lengths and tables are 32 bit, so no size may be beyond them."""
     for name, x in named(k, v):
         if arrays.dtype_name(x) not in arrays.FLOAT_DTYPES:
             raise TypeError(f"{name}: expected {', '.join(arrays.FLOAT_DTYPES)}, got {arrays.dtype_name(x)}")
         if len(x.shape) != 4 or 0 in x.shape:
             raise ValueError(f"{name}: expected {layout}, none of them 0, got shape {tuple(x.shape)}")
+        if max(x.shape) > INT32_MAX:
+            raise ValueError(f"{name}: expected sizes of at most {INT32_MAX}, got shape {tuple(x.shape)}")
         check_like(name, x, k)
         _check_writable(name, x)
     if v.shape[:3] != k.shape[:3]:
@@ -69,9 +74,12 @@ def whole_numbers(name: str, given: Any, batch: int, most: int) -> Array:
     return np.broadcast_to(values, (batch,)).astype(np.int32)
 
 
-def positive(name: str, given: Any) -> int:
+def positive(name: str, given: Any, most: int = INT32_MAX) -> int:
+    """A whole number as an int. Lengths and tables of pages, which count keys and pages, are 32 bit."""
     if isinstance(given, bool) or not isinstance(given, Integral) or given < 1:
         raise ValueError(f"{name}: expected a positive whole number, got {given!r}")
+    if int(given) > most:
+        raise ValueError(f"{name}: expected at most {most}, got {given!r}")
     return int(given)
 
 
@@ -80,4 +88,13 @@ def zeros(name: str, x: Any, rows: int, first: int | None = None) -> Any:
     if len(x.shape) != 4:
         raise ValueError(f"{name}: expected (batch, heads, n, d), got shape {tuple(x.shape)}")
     size = int(x.shape[0]) if first is None else first, int(x.shape[1]), rows, int(x.shape[3])
-    return x.new_zeros(size) if arrays.is_torch(x) else np.zeros(size, x.dtype)
+    if arrays.is_torch(x):
+        return x.new_zeros(size)
+    try:
+        return np.zeros(size, x.dtype)
+    except (ValueError, MemoryError):  # more than there is, or than addresses can tell
+        counts = "capacity" if first is None else "pages, page_size"
+        raise MemoryError(
+            f"{counts}: a cache of shape {size} takes {math.prod(size) * x.itemsize / 2**30:.3g} GiB for {name} alone, "
+            "which cannot be had; make a smaller one"
+        ) from None

@@ -12,6 +12,7 @@ from tilewise.cache.checks import check_storage, named, positive, zeros
 
 LEAST_PAGE = 16  # keys, as tensor cores take them
 NO_PAGE = -1
+MOST_PLACES = 2**28  # of a table, for all sequences together: 1 GiB, in which places are told by 32-bit integers
 
 
 class PagedKVCache(Cache):
@@ -32,8 +33,9 @@ class PagedKVCache(Cache):
         if size < LEAST_PAGE or size & (size - 1):
             raise ValueError(f"page size: expected a power of 2 from {LEAST_PAGE} on, got {size}")
         most = pages * size if capacity is None else min(positive("capacity", capacity), pages * size)
-        super().__init__(k, v, positive("batch", batch), most, 0)
-        self._table = Numbers(np.full((self.batch, -(-most // size)), NO_PAGE, np.int32), k)
+        columns = -(-most // size)
+        super().__init__(k, v, positive("batch", batch, MOST_PLACES // columns), most, 0)
+        self._table = Numbers(np.full((self.batch, columns), NO_PAGE, np.int32), k)
         self._free = list(range(pages))[::-1]  # the last is taken first: pages given back are taken again soon
         self._pages: list[list[int]] = [[] for _ in range(self.batch)]
 

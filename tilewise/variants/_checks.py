@@ -9,15 +9,18 @@ from numbers import Integral, Real
 from typing import Any
 
 from tilewise import arrays
-from tilewise.expr import NK, NQ, Expr, Loaded, Q, load_slot
+from tilewise.expr import INT32_MAX, NK, NQ, Expr, Loaded, Q, load_slot
 
 # A query's position among the keys: the last query stands at the last key, whatever the lengths.
 P: Expr = Q + (NK - NQ)
 
 
-def whole(variant: str, name: str, value: Any, least: int) -> int:
+def whole(variant: str, name: str, value: Any, least: int, most: int = INT32_MAX) -> int:
+    """A whole number as an int. The most unless told: integers in expressions are 32 bit."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ValueError(f"{variant}: {name} must be a whole number of at least {least}, got {value!r}")
+    if int(value) > most:
+        raise ValueError(f"{variant}: {name} must be at most {most}, got {value!r}")
     return int(value)
 
 

@@ -23,7 +23,7 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
     ░ ░ ▒ ▓ █ █
     """
     if isinstance(slopes, Integral):
-        heads = whole("alibi", "the number of heads", slopes, 1)
+        heads = whole("alibi", "the number of heads", slopes, 1, MAX_HEADS)
         slope = read("alibi", "slopes", published_slopes(heads), H, constant=True)
     else:
         slope = read("alibi", "slopes", array("alibi", "slopes", slopes, "float", range(1, 2)), H, grad=grad)
@@ -33,8 +33,6 @@ def alibi(slopes: Any, grad: bool = False) -> Expr:
 @constant_table
 def published_slopes(heads: int) -> Any:
     """Powers of 2 ** (-8 / heads); if heads is no power of 2, every other slope of the next power is added."""
-    if heads > MAX_HEADS:
-        raise ValueError(f"alibi: the number of heads must be at most {MAX_HEADS}")
     lower = 2 ** (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * (i + 1) / lower) for i in range(lower)]
     extra = [2.0 ** (-4 * (2 * i + 1) / lower) for i in range(heads - lower)]

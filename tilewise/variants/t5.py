@@ -8,6 +8,8 @@ import numpy as np
 from tilewise.expr import Expr, H, K, Loaded, S, load_slot, maximum, minimum
 from tilewise.variants._checks import P, array, constant_table, read, whole
 
+MAX_DISTANCE = 2**20  # a lookup table has an entry for each distance
+
 
 def t5(table: Any, max_distance: int = 128, bidirectional: bool = True, grad: bool = False) -> Expr:
     """S + table[bucket of the distance, head]. table: (buckets, heads), as T5 stores it, or (buckets,).
@@ -27,7 +29,7 @@ def t5(table: Any, max_distance: int = 128, bidirectional: bool = True, grad: bo
     if buckets < 2 or (bidirectional and buckets % 2):
         raise ValueError(f"t5: the table needs an even number of buckets, at least 2, got {buckets}")
     side = buckets // 2 if bidirectional else buckets
-    max_distance = whole("t5", "max_distance", max_distance, max(side // 2, 1) + 1)
+    max_distance = whole("t5", "max_distance", max_distance, max(side // 2, 1) + 1, MAX_DISTANCE)
     # The buckets are looked up by distance: no logarithm in a kernel, the same bucket on every system.
     lookup = bucket_of_distance(side, max_distance, bidirectional)
     entry = P - K + max_distance if bidirectional else P - K
