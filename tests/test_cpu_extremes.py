@@ -10,7 +10,8 @@ import pytest
 import tilewise as tw
 from tests.extremes import VALUES, Case, check
 from tilewise import dispatch
-from tilewise.spec import Tile
+from tilewise.kernels.cpu import library
+from tilewise.spec import Attention, Tile
 from tilewise.validate import prepare
 
 KERNEL = "cpu" if dispatch.kernel("cpu").unavailable() is None else "numpy"
@@ -185,3 +186,64 @@ def test_constants_at_the_edge_of_32_bits(form: str, value: int) -> None:
         assert "beyond 32 bits" in str(refusal) or value == 0
         return
     np.testing.assert_allclose(out, masked(make(value, np.arange(N_Q)[:, None], AT)), rtol=1e-6, atol=1e-7)
+
+
+# -- the engine by itself ---------------------------------------------------------------------------------------------
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+needs_engine = pytest.mark.skipif(KERNEL != "cpu", reason="the native engine is not here")
+# Integers that leave 32 bits, which the front refuses: the engine wraps them, in words that C++ defines.
+WRAPPED: dict[str, Any] = {
+    "K + most": lambda q, k: k + INT_MAX,
+    "Q - most - K": lambda q, k: q - INT_MAX - k * 2,
+    "K * most": lambda q, k: (k + 2) * INT_MAX,
+    "-(least + K)": lambda q, k: -(k + INT_MIN),
+    "abs(least + K)": lambda q, k: abs(k + INT_MIN),
+    "(least + K) // -1": lambda q, k: (k + INT_MIN) // (k * 0 - 1),
+    "(least + K) % -1": lambda q, k: (k + INT_MIN) % (k * 0 - 1),
+    "(least + Q) // (K - 3)": lambda q, k: (q + INT_MIN) // (k - 3),
+    "(most - Q) % (K - 3)": lambda q, k: (INT_MAX - q) % (k - 3),
+}
+
+
+@needs_engine
+@pytest.mark.parametrize("form", WRAPPED)
+def test_integers_wrap_in_the_engine(form: str) -> None:
+    score = tw.S + WRAPPED[form](tw.Q, tw.K) * 2.0**-31
+    q, k, v = (x.astype(np.float32) for x in (Q, KEYS, V))
+    found = dispatch.kernel("cpu").forward(Attention(0.5, score=score), q, k, v).out
+    with np.errstate(all="ignore"):  # NumPy complains of what it, too, makes 0 or wraps
+        wrapped = WRAPPED[form](np.arange(N_Q, dtype=np.int32)[:, None], AT.astype(np.int32)[None])
+    bias = (wrapped * 2.0**-31).astype(np.float32)
+    np.testing.assert_allclose(found, tw.attention(q, k, v, mask=bias, scale=0.5, kernel="numpy"), rtol=1e-5, atol=1e-6)
+
+
+@needs_engine
+@pytest.mark.parametrize("index", [INT_MIN, -1, 0, 7, 8, INT_MAX - 6, INT_MAX])
+@pytest.mark.parametrize("by", ["K", "Q"])
+def test_the_engine_clamps_any_index(by: str, index: int) -> None:
+    """An index that wraps begins again at the least integer."""
+    held = table().astype(np.float32)
+    read = tw.load(held, index + (tw.K if by == "K" else tw.Q))
+    q, k, v = (x.astype(np.float32) for x in (Q, KEYS, V))
+    found = dispatch.kernel("cpu").forward(Attention(0.5, score=tw.S + read), q, k, v).out
+    places = (AT if by == "K" else np.arange(N_Q)[:, None]).astype(np.int32) + np.array([index], np.int32)
+    bias = np.broadcast_to(held[np.clip(places, 0, len(held) - 1)], (N_Q, N_K))
+    np.testing.assert_allclose(found, tw.attention(q, k, v, mask=bias, scale=0.5, kernel="numpy"), rtol=1e-5, atol=1e-6)
+
+
+@needs_engine
+@pytest.mark.parametrize("count", [INT_MIN, -1, 0, 1, 1024, 1025, INT_MAX])
+def test_the_engine_has_threads_whatever_it_is_told(count: int) -> None:
+    before = library.get_num_threads()
+    try:
+        library._usable().tilewise_set_threads(count)
+        assert library.get_num_threads() == min(max(count, 1), library.MOST_THREADS)
+    finally:
+        library.set_num_threads(before)
+
+
+@needs_engine
+@pytest.mark.parametrize("number", [INT_MIN, -2, 1000, INT_MAX])
+def test_the_engine_has_no_such_path(number: int) -> None:
+    assert library._usable().tilewise_isa(number) == (library.isa().encode() if number < 0 else None)

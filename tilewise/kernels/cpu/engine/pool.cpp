@@ -214,7 +214,7 @@ Pool& pool() {
 
 }  // namespace
 
-void set_threads(int n) { thread_count = n; }
+void set_threads(int n) { thread_count = std::clamp(n, 1, MOST_THREADS); }
 int threads() { return thread_count; }
 
 int run_tasks(int64_t n, size_t scratch_bytes, Interrupted interrupted, const Task& task) {

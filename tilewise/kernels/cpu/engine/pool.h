@@ -5,7 +5,9 @@
 
 #include "pause.h"
 
-void set_threads(int n);  // including the caller's; from 1
+constexpr int MOST_THREADS = 1024;  // as in ../library.py
+
+void set_threads(int n);  // including the caller's; the nearest number from 1 to MOST_THREADS
 int threads();
 
 // Called between tasks, from the calling thread only: true gives up.
