@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize prove-gpu report pictures site clean
+.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize coverage prove-gpu report pictures site clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
@@ -15,6 +15,7 @@ help:
 	@echo "make kernels   compile the common CUDA kernels ahead (NVRTC or nvcc), for the next wheel"
 	@echo "make wheel     a wheel for this platform and all Python versions, in dist/"
 	@echo "make sanitize  the native library under AddressSanitizer, UBSan and ThreadSanitizer"
+	@echo "make coverage  which lines of Python and C++ the quick suite runs, in build/coverage"
 	@echo "make prove-gpu  what needs a GPU: its tests, compute-sanitizer, random calls"
 	@echo "make report    results/ as one HTML page, build/report.html"
 	@echo "make pictures  draw the figures and write the tables of the docs again"
@@ -74,6 +75,12 @@ SANITIZE_TESTS ?= tests/conformance tests/linear/test_cpu.py $(wildcard tests/te
 sanitize: $(VENV)/.test
 	$(BIN)/python tests/sanitize.py address,undefined $(SANITIZE_TESTS)
 	$(BIN)/python tests/sanitize.py thread $(SANITIZE_TESTS)
+
+# Which lines the quick suite runs, in Python and in the native library. COVERAGE_TESTS names others.
+COVERAGE_TESTS ?= -n auto --dist worksteal -m "not slow and not gpu"
+
+coverage: $(VENV)/.test
+	$(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python tests/measure_coverage.py build/coverage $(COVERAGE_TESTS)
 
 # What CI has no machine for: the tests that need a GPU, compute-sanitizer's tools on some of them, random calls.
 prove-gpu: library

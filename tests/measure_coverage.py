@@ -7,7 +7,7 @@ FOLDER gets
     missing.txt     every line that no test runs, with its text, file by file
     html/           coverage.py's pages of the Python files
 
-`--tell FOLDER` writes the table of summary.json into CONTRIBUTING.md instead.
+`--tell FOLDER` keeps summary.json as results/coverage.json instead, and writes its table into CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tilewise.kernels.cpu.engine import build
 
 ROOT = Path(__file__).resolve().parent.parent
 OBJECTS = build.BUILD / "engine-coverage"
-PAGE = ROOT / "CONTRIBUTING.md"
+PAGE, KEPT = ROOT / "CONTRIBUTING.md", ROOT / "results" / "coverage.json"
 ENGINE = "kernels/cpu/engine"
 
 # Counters are shared by threads, and every path that this machine can run writes its own.
@@ -105,8 +105,8 @@ def report(folder: Path, command: str, code: int) -> None:
     print(f"\nWhat no test runs: {os.path.relpath(folder / 'missing.txt')}; pages: {os.path.relpath(folder / 'html')}")
 
 
-def engine_lines(objects: Path) -> dict[str, Lines]:
-    """How often each line of the engine ran, over all instruction sets, as gcov counted it."""
+def engine_lines(objects: Path, sources: Path = build.ENGINE) -> dict[str, Lines]:
+    """How often each line of the sources ran, over all instruction sets, as gcov counted it."""
     counted: dict[str, Lines] = {}
     for notes in sorted(objects.glob("*.gcno")):
         told = subprocess.run(
@@ -115,9 +115,9 @@ def engine_lines(objects: Path) -> dict[str, Lines]:
         text = gzip.decompress(told) if told[:2] == b"\x1f\x8b" else told
         for file in (file for record in text.splitlines() for file in json.loads(record)["files"]):
             path = (objects / file["file"]).resolve()
-            if not path.is_relative_to(build.ENGINE):  # a header of the compiler's
+            if not path.is_relative_to(sources):  # a header of the compiler's
                 continue
-            lines = counted.setdefault(str(path.relative_to(ROOT)), {})
+            lines = counted.setdefault(os.path.relpath(path, ROOT), {})
             for line in file["lines"]:
                 lines[line["line_number"]] = lines.get(line["line_number"], 0) + line["count"]
     return counted
@@ -187,7 +187,8 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     if sys.argv[1] == "--tell":
-        PAGE.write_text(filled(PAGE.read_text(), json.loads(Path(sys.argv[2], "summary.json").read_text())))
+        shutil.copyfile(Path(sys.argv[2], "summary.json"), KEPT)
+        PAGE.write_text(filled(PAGE.read_text(), json.loads(KEPT.read_text())))
         sys.exit(0)
     try:
         sys.exit(measure(Path(sys.argv[1]).resolve(), sys.argv[2:]))

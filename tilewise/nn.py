@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from tilewise.api import attention, decode
 from tilewise.cache import Cache, KVCache
-from tilewise.projection import check_heads, fused_qkv_projection
+from tilewise.projection import MAX_HEAD_DIM, check_heads, fused_qkv_projection
 from tilewise.pytorch.turning import is_followed
 from tilewise.rope import Rope
+from tilewise.validate import whole
+
+MAX_FEATURES = 2**20
 
 
 class MultiHeadAttention(nn.Module):  # type: ignore[misc]
@@ -49,9 +52,10 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
         dtype: Any = None,
     ) -> None:
         super().__init__()
-        self.heads, self.heads_k = heads, heads if heads_k is None else heads_k
-        check_heads(heads, self.heads_k)
-        self.head_dim = _head_dim(features, heads) if head_dim is None else head_dim
+        features = whole("features", features, 1, MAX_FEATURES)
+        self.heads, self.heads_k = heads, _ = check_heads(heads, heads if heads_k is None else heads_k)
+        given = _head_dim(features, heads) if head_dim is None else head_dim
+        self.head_dim = whole("head_dim", given, 1, MAX_HEAD_DIM)
         self.rope, self.kernel = rope, kernel
         self.ranks = None if mesh is None else {"mesh": mesh, "layout": layout, "method": method}
         self.options = {"causal": causal, "mask": mask, "score": score, "scale": scale}
@@ -91,7 +95,7 @@ class MultiHeadAttention(nn.Module):  # type: ignore[misc]
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for this many sequences, of as many words at most, where the module is."""
-        like = self.qkv.weight.new_empty(batch, self.heads_k, 1, self.head_dim)
+        like = self.qkv.weight.new_empty(1, self.heads_k, 1, self.head_dim).expand(whole("batch", batch), -1, -1, -1)
         return KVCache.like(like, like, capacity=capacity)
 
     def extra_repr(self) -> str:

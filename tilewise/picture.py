@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from tilewise.arrays import Array
-from tilewise.expr import BOOL, INT32_MAX, Expr
+from tilewise.expr import BOOL, Expr
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Shape
+from tilewise.validate import whole
 from tilewise.walking import evaluate
 
 SHADES = "░▒▓█"
@@ -36,15 +36,9 @@ def picture(expr: Expr, n_q: int = 8, n_k: int = 8, *, s: Any = 0.0, head: int =
 
 def grid(expr: Expr, n_q: int, n_k: int, *, s: Any = 0.0, head: int = 0, heads: int = 8) -> Array:
     """The values of a mask or a score over n_q queries and n_k keys of one head."""
-    n_q, n_k = _whole("n_q", n_q, 1, MOST), _whole("n_k", n_k, 1, MOST)
-    heads = _whole("heads", heads, 1, INT32_MAX)
-    head = _whole("head", head, 0, heads - 1)
+    n_q, n_k = whole("n_q", n_q, 1, MOST), whole("n_k", n_k, 1, MOST)
+    heads = whole("heads", heads)
+    head = whole("head", head, 0, heads - 1)
     env = Shape(1, heads, heads, n_q, n_k, 1, 1).env(0, head, np.arange(n_q)[:, None], np.arange(n_k))
     scores = np.broadcast_to(np.asarray(s, np.float64), (n_q, n_k))
     return np.broadcast_to(evaluate(expr, {**env, "S": scores}, numpy_ops(np.float64)), (n_q, n_k))
-
-
-def _whole(name: str, value: Any, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
-        raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
-    return int(value)

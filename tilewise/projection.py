@@ -10,6 +10,7 @@ import numpy as np
 from tilewise import arrays, dispatch
 from tilewise.rope import Rope, check
 from tilewise.rotating import rotation_of, turned
+from tilewise.variants.alibi import MAX_HEADS
 
 MAX_HEAD_DIM = 512
 _KERNELS = ("auto", "matmul", "triton")
@@ -70,6 +71,8 @@ def check_heads(heads: Any, heads_k: Any) -> tuple[int, int]:
     for name, count in (("heads", heads), ("heads_k", heads_k)):
         if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
             raise ValueError(f"{name}: expected a positive whole number, got {count!r}")
+        if int(count) > MAX_HEADS:
+            raise ValueError(f"{name}: expected at most {MAX_HEADS}, got {count!r}")
     if heads % heads_k:
         raise ValueError(
             f"heads_k: expected a number that divides heads, which is {heads}, got {heads_k}; each key head serves "

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays, schedule, variants
-from tilewise.expr import BOOL, Expr, as_float, keep
+from tilewise.expr import BOOL, INT32_MAX, Expr, as_float, keep
 from tilewise.rope import check as check_rope
 from tilewise.sharing import lazy
 from tilewise.spec import Attention, Lengths, Shape
@@ -337,6 +337,13 @@ def _sinks(sinks: Any, q: Any) -> Any:
 
 def _check_rope(rope: Any, batch: int, n_q: int, n_k: int, d: int) -> None:
     check_rope(rope, batch, {"positions": n_q, "positions_k": n_k}, d)
+
+
+def whole(name: str, value: Any, least: int = 1, most: int = INT32_MAX) -> int:
+    """A whole number as an int, of whatever type it came."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) <= most:
+        raise ValueError(f"{name}: expected a whole number from {least} to {most}, got {value!r}")
+    return int(value)
 
 
 def as_lengths(name: str, lengths: Any) -> Any:

@@ -88,13 +88,13 @@ def zeros(name: str, x: Any, rows: int, first: int | None = None) -> Any:
     if len(x.shape) != 4:
         raise ValueError(f"{name}: expected (batch, heads, n, d), got shape {tuple(x.shape)}")
     size = int(x.shape[0]) if first is None else first, int(x.shape[1]), rows, int(x.shape[3])
-    if arrays.is_torch(x):
-        return x.new_zeros(size)
     try:
-        return np.zeros(size, x.dtype)
-    except (ValueError, MemoryError):  # more than there is, or than addresses can tell
-        counts = "capacity" if first is None else "pages, page_size"
+        return x.new_zeros(size) if arrays.is_torch(x) else np.zeros(size, x.dtype)
+    except (ValueError, MemoryError, RuntimeError) as error:  # more than there is, or than addresses can tell
+        if isinstance(error, RuntimeError) and type(error) is not RuntimeError:
+            raise  # a GPU's memory has an error of its own, which callers may catch
+        counts = "batch, capacity" if first is None else "pages, page_size"
         raise MemoryError(
             f"{counts}: a cache of shape {size} takes {math.prod(size) * x.itemsize / 2**30:.3g} GiB for {name} alone, "
             "which cannot be had; make a smaller one"
-        ) from None
+        ) from error

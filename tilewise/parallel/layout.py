@@ -11,8 +11,10 @@ import numpy as np
 
 from tilewise.arrays import Array
 from tilewise.sharing import lazy
+from tilewise.validate import whole
 
 NAMES = ("contiguous", "zigzag")
+MOST_RANKS = 2**16
 _LATEST = 64  # of many ranks a layout takes long to make, and a model has the same one in every layer
 
 
@@ -86,18 +88,27 @@ def of_sizes(sizes: tuple[int, ...]) -> Layout:
 
 def contiguous(n: int, ranks: int) -> Layout:
     """One range a rank, as equal as they can be."""
-    return of_sizes(tuple(len(x) for x in _even(n, ranks)))
+    return of_sizes(tuple(len(x) for x in _even(*counted(n, ranks))))
 
 
-@lru_cache(maxsize=_LATEST)
 def zigzag(n: int, ranks: int) -> Layout:
     """Two ranges a rank, one from the beginning and its mirror image from the end: equal work under a causal mask.
 
     >>> zigzag(8, 2).ranges
     ((range(0, 2), range(6, 8)), (range(2, 6),))
     """
+    return _zigzag(*counted(n, ranks))
+
+
+@lru_cache(maxsize=_LATEST)
+def _zigzag(n: int, ranks: int) -> Layout:
     parts = _even(n, 2 * ranks)
     return Layout(tuple((parts[rank], parts[-1 - rank]) for rank in range(ranks)))
+
+
+def counted(n: int, ranks: int) -> tuple[int, int]:
+    """A caller's numbers, checked. Positions are 32 bit."""
+    return whole("n", n, 0), whole("ranks", ranks, 1, MOST_RANKS)
 
 
 def _even(n: int, parts: int) -> list[range]:

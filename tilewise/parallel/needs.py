@@ -12,7 +12,7 @@ import numpy as np
 from tilewise import arrays, schedule, validate
 from tilewise.arrays import Array
 from tilewise.parallel.digest import digest
-from tilewise.parallel.layout import Layout
+from tilewise.parallel.layout import Layout, counted
 from tilewise.schedule import Kind
 from tilewise.sharing import Kept, lazy
 from tilewise.spec import Attention, Shape
@@ -21,6 +21,7 @@ from tilewise.walking import loads, variables
 LEAST_TILE = 64
 MOST_TILES = 2**20  # of all heads that masks tell apart, about: longer sequences have larger tiles
 _PIECES = 4
+_MOST_PIECES = 2**18  # of all ranks together
 
 Ranges = tuple[range, ...]
 
@@ -204,6 +205,8 @@ def balanced(n: int, ranks: int, *, pieces: int = _PIECES, **options: Any) -> La
     pieces: ranges a rank, at most.  options: causal, mask and score, as `attention` takes them; arrays that they read
     are of the whole sequence. Heavy pieces are given out first, each to the rank that has least to do.
     """
+    n, ranks = counted(n, ranks)
+    pieces = validate.whole("pieces", pieces, 1, _MOST_PIECES // ranks)
     stand_in = np.broadcast_to(np.float32(0), (1, 1, n, 1))
     call = validate.prepare(stand_in, stand_in, stand_in, **options)
     count = pieces * ranks

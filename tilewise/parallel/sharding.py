@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,9 @@ def _check_tensor(x: Any) -> None:
         raise TypeError(f"x: expected a PyTorch tensor, got {type(x).__name__}; pass torch.as_tensor(x)")
 
 
-def _check(x: Any, dim: int) -> None:
+def _check(x: Any, dim: Any) -> None:
     _check_tensor(x)
-    if not -x.dim() <= dim < x.dim():
+    if isinstance(dim, bool) or not isinstance(dim, Integral) or not -x.dim() <= int(dim) < x.dim():
         raise ValueError(f"dim: expected a dimension of x, which has {x.dim()}, got {dim}")
 
 
