@@ -158,6 +158,43 @@ def test_integers_at_their_extremes(case: str, value: str) -> None:
     check(CASES[case], VALUES[value])
 
 
+# -- integers in arrays -----------------------------------------------------------------------------------------------
+
+# How conditions read ids of queries and of keys. In the second a difference may leave the type, and 32 bits.
+READ: dict[str, Any] = {
+    "equal": lambda q, k: q == k,
+    "near": lambda q, k: abs(q - k) < 2,
+    "less": lambda q, k: q < k,
+}
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int32", "int64"])
+@pytest.mark.parametrize("read", READ)
+def test_ids_at_the_extremes_of_their_type(read: str, dtype: str) -> None:
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    ids = np.array([least, most, 0, least, most - 1, 1, most], dtype)
+    mask = READ[read](tw.load(ids[:N_Q], tw.Q), tw.load(ids, tw.K))
+    seen = np.array([[bool(READ[read](int(a), int(b))) for b in ids] for a in ids[:N_Q]])
+    try:
+        found = attend(mask=mask)
+    except tw.Unsupported as refusal:  # where 32 bits do not hold what the arrays could make
+        assert dtype == "int64" or (dtype == "int32" and read == "near")
+        assert "reaches" in str(refusal)
+        return
+    np.testing.assert_allclose(found, masked(seen), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint64"])
+@pytest.mark.parametrize("place", ["lengths", "counts"])
+def test_counts_at_the_extremes_of_their_type(place: str, dtype: str) -> None:
+    """Of sequences in a cache: one that cannot be leaves the cache as it was."""
+    for wrong in {np.iinfo(dtype).min, np.iinfo(dtype).max} - {0}:
+        counts, kept = np.array([3, wrong], dtype), cache()
+        with pytest.raises(ValueError, match=f"^{place}: expected whole numbers from 0 to"):
+            cache(lengths=counts) if place == "lengths" else appended(counts, kept)
+        np.testing.assert_array_equal(kept.lengths, [0, 0])
+
+
 # -- constants of expressions -----------------------------------------------------------------------------------------
 
 # Expressions with a constant in them: where all integers on the way fit 32 bits, they are what NumPy makes in 64.
