@@ -11,7 +11,11 @@ import pytest
 import tilewise as tw
 from tests.far import APART, far, needs_addresses
 from tilewise import dispatch
+from tilewise.kernels.cute import support as cute
+from tilewise.kernels.tilelang import support as tilelang
 from tilewise.linear import dispatch as linear
+from tilewise.linear.kernels.tilelang import refused
+from tilewise.spec import Attention, Shape
 
 torch = pytest.importorskip("torch")
 
@@ -127,6 +131,31 @@ def test_linear_attention(axis: int) -> None:
     assert_same(call(*(spread(x, axis) for x in given)), call(*given))
 
 
+@pytest.mark.parametrize("kernel", ["cuda-sim/tiled", "triton", "triton/basic", "tilelang-c"])
+def test_more_rows_than_32_bits_count(kernel: str) -> None:
+    """One key that stands for 2^31 of them takes no memory, and positions beyond 32 bits would wrap."""
+    available(kernel, dispatch.kernel(kernel))
+    q, key = numbers(1, 1, 1, 16), numbers(1, 1, 1, 16)
+    keys = key.expand(1, 1, 2**31 + 64, 16)
+    with pytest.raises(tw.Unsupported, match="it counts up to"):
+        tw.attention(q, keys, keys, kernel=kernel)
+
+
+def test_more_rows_than_linear_kernels_count() -> None:
+    available("triton", linear.kernel("triton"))
+    rows = numbers(1, 1, 1, 16).expand(1, 1, 2**31 + 64, 16)
+    with pytest.raises(tw.Unsupported, match="it counts up to 1073741824 rows, and there are 2147483712"):
+        tw.linear_attention(rows, rows, rows, kernel="triton")
+
+
+@pytest.mark.parametrize("n", [{"n_q": 2**31}, {"n_k": 2**31}, {"n_k": 1, "total_k": 2**30 + 1}])
+def test_kernels_that_only_a_gpu_has_count_as_far(n: dict[str, int]) -> None:
+    sizes = n.get("n_q", 1), n.get("n_k", 1)
+    shape = Shape(1, 1, 1, *sizes, 64, 64, "bfloat16", total_k=n.get("total_k", -1))
+    told = cute.unsupported(Attention(1.0), shape, None, (9, 0)), tilelang.unsupported(Attention(1.0), shape, "sm_90a")
+    assert all(reason is not None and reason.startswith("it counts up to") for reason in (*told, refused(shape)))
+
+
 # -- on one -----------------------------------------------------------------------------------------------------------
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
@@ -205,7 +234,8 @@ def test_decoding_on_a_gpu(buffer: Any, axis: int) -> None:
 @pytest.mark.parametrize("kernel", ["triton", "tilelang"])
 def test_linear_attention_on_a_gpu(buffer: Any, kernel: str, axis: int) -> None:
     available(kernel, linear.kernel(kernel))
-    given = [numbers(2, HEADS, 200, 64, dtype="float16", seed=i).to("cuda") for i in range(3)]
+    dtype = torch.bfloat16 if kernel == "tilelang" else torch.float32
+    given = [numbers(2, HEADS, 200, 64, seed=i).to("cuda", dtype) for i in range(3)]
 
     def call(q: Any, k: Any, v: Any) -> list[Any]:
         out, state = tw.linear_attention(q, k, v, return_state=True, kernel=kernel)

@@ -11,6 +11,7 @@ HALF = ("float16", "bfloat16")  # what wgmma multiplies
 COPIED = 16  # bytes: addresses and steps that the copy engine (TMA) takes are multiples of it
 SHARED = 227 << 10  # bytes of a block on Hopper
 MOST_D = 256  # columns that registers of a warpgroup have room for
+MOST_ROWS = 2**30  # which kernels count in 32 bits, and add tiles and distances to
 
 
 def none_here() -> str | None:
@@ -31,6 +32,14 @@ def elsewhere(shape: Shape) -> str | None:
     if shape.device.startswith("cuda"):
         return None
     return f"it computes on NVIDIA GPUs and the arrays are on {shape.device}; move them with .cuda()"
+
+
+def too_long(shape: Shape) -> str | None:
+    """Why a sequence is beyond what kernels count in 32 bits."""
+    rows = max(shape.n_q, shape.n_k, shape.total_q, shape.total_k)
+    if rows <= MOST_ROWS:
+        return None
+    return f"it counts up to {MOST_ROWS} rows, and there are {rows}; kernel='cpu' takes them, in main memory"
 
 
 def rounds_out(spec: Attention, shape: Shape) -> str | None:

@@ -111,7 +111,7 @@ def _unsupported(spec: Attention, shape: Shape) -> str | None:
         return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
     if max(shape.d, shape.d_v) > MOST_D:
         return f"it takes head dimensions up to {MOST_D}, and they are {shape.d} and {shape.d_v}"
-    return without_room(spec, shape) or (reads.unsupported(spec) if shape.backward else None)
+    return gpus.too_long(shape) or without_room(spec, shape) or (reads.unsupported(spec) if shape.backward else None)
 
 
 @cache

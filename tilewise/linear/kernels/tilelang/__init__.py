@@ -86,7 +86,7 @@ def refused(shape: Shape) -> str | None:
             f"it keeps a state of d x d_v in registers, with room for {MOST_D} x {MOST_D}, and they are "
             f"{shape.d} and {shape.d_v}"
         )
-    return None
+    return gpus.too_long(shape)
 
 
 def _rows(x: Any) -> Any:

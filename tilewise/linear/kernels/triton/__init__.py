@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from tilewise.kernels import host
+from tilewise.kernels import gpus, host
 from tilewise.kernels.tensors import as_tensor, device_of
 from tilewise.kernels.triton import DTYPES, TritonKernel
 from tilewise.kernels.triton.modules import is_interpreted
@@ -37,7 +37,7 @@ class Kernel:
                 f"it keeps a state of d x d_v in registers, with room for {MOST_D} x {MOST_D}, and they are "
                 f"{shape.d} and {shape.d_v}; kernel='numpy' takes them, in main memory"
             )
-        return None
+        return gpus.too_long(shape)
 
     def forward(self, problem: Problem, chunk: int | None = None) -> Done:
         from tilewise.linear.kernels.triton.launch import forward
