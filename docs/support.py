@@ -6,29 +6,16 @@ that is imagined, as if their compilers were there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
-from unittest.mock import patch
 
 from docs.markdown import table
 from tilewise import dispatch
 from tilewise.cases import Case
-from tilewise.kernels.gpus import SHARED
+from tilewise.choosing import TABLE, Purpose
+from tilewise.kernels import gpus
 
-HOPPER = "cuda:imagined"  # a name that no GPU has: what is remembered by device stays apart from this machine's own
 SYSTEMS = ("cpu", "numpy", "cuda", "triton", "cute", "tilelang")
-# What the systems' answers depend on beside the call, as a Hopper GPU with every compiler would have it.
-_IMAGINED: dict[str, Callable[..., object]] = {
-    "tilewise.kernels.gpus.capability": lambda device: (9, 0),
-    "tilewise.kernels.triton.is_interpreted": lambda: False,
-    "tilewise.kernels.triton.tuning.is_interpreted": lambda: False,
-    "tilewise.kernels.triton.tuning.shared_memory": lambda device: SHARED,
-    "tilewise.kernels.triton.tuning.architecture": lambda device: "sm_90",
-    "tilewise.kernels.triton.tuned.choices": lambda device: {},
-    "tilewise.kernels.cute.library.not_built": lambda wanted, arch: None,
-    "tilewise.kernels.tilelang.TileLangKernel._not_compiled": lambda self, spec, shape, target: None,
-}
+HOPPER = gpus.imagined("sm_90")
 
 SHAPES = {
     "float16": Case("causal", "several tiles", "float16"),
@@ -112,10 +99,16 @@ def _reasons(name: str, case: Case) -> tuple[str | None, str | None]:
     """Why not its forward pass, and why not its gradients."""
     call, kernel = case.inputs().call(), dispatch.kernel(name)
     device = HOPPER if name.split("/")[0] in ("cuda", "triton", "cute", "tilelang") else "cpu"
-    with ExitStack() as stack:
-        for what, imagined in _IMAGINED.items():
-            stack.enter_context(patch(what, imagined))
-        forward, backward = (
-            kernel.unsupported(call.spec, replace(call.shape, device=device, backward=b)) for b in (False, True)
-        )
+    forward, backward = (
+        kernel.unsupported(call.spec, replace(call.shape, device=device, backward=b)) for b in (False, True)
+    )
     return forward, backward
+
+
+def taken_by_auto() -> str:
+    """The table of choosing.py: a row a group of architectures and a type, a column a purpose."""
+    rows = [
+        (row.group, row.dtype, *(", ".join(f"`{x}`" for x in row.order(purpose)) for purpose in Purpose), row.origin)
+        for row in TABLE
+    ]
+    return table(("", "type", *(purpose.value for purpose in Purpose), "the order is"), rows)

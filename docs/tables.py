@@ -282,6 +282,7 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "support-by-shape": lambda results, page: support.by_shape(),
     "support-by-variant": lambda results, page: support.by_variant(),
     "support-by-kernel": lambda results, page: support.by_rung(),
+    "taken-by-auto": lambda results, page: support.taken_by_auto(),
 }
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("TILEWISE_CACHE", str(Path(__file__).parent.parent / "build" / "cache"))
 
 if os.environ.get("TILEWISE_EVERY_LANE") == "1":
@@ -18,3 +20,11 @@ if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
     from tests.triton import quick_interpreter
 
     quick_interpreter.install()
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a fake one said of itself is forgotten."""
+    from tilewise import dispatch
+
+    monkeypatch.setattr(dispatch, "_architectures", {})

@@ -8,6 +8,7 @@ import torch
 
 import tilewise as tw
 from tilewise import dispatch
+from tilewise.choosing import BOTH, MAIN_MEMORY, Row
 from tilewise.schedule import Kind
 from tilewise.spec import Attention, Shape, Tile
 
@@ -33,7 +34,8 @@ def test_a_call_that_nothing_computes_is_explained_too() -> None:
     told = tw.explain(q, q, q)
     assert told.kernel is None
     assert "none can compute this call" in str(told)
-    assert "not numpy: it works in main memory and the arrays are on meta" in str(told)
+    assert "not cpu, numpy" in str(told)
+    assert told.reasons["numpy"] == "it works in main memory and the arrays are on meta; move them with .cpu()"
 
 
 def test_an_unknown_kernel_raises() -> None:
@@ -60,11 +62,18 @@ class _Picky:
         return Tile()
 
 
-def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def _with_order(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """In place of the table's: picky first, whose gradients others have."""
     numpy_kernel = dispatch.kernel("numpy")
-    monkeypatch.setattr(dispatch, "NAMES", ("picky", "numpy"))
-    monkeypatch.setattr(dispatch, "TRAINING", ("picky", "numpy"))
+    row = Row(MAIN_MEMORY, BOTH, names, names, names, "made up")
+    monkeypatch.setattr(dispatch, "row_of", lambda architecture, dtype: row)
+    monkeypatch.setattr(dispatch, "order", lambda architecture, dtype, purpose: row.order(purpose))
+    monkeypatch.setattr(dispatch, "everywhere", lambda purpose: names)
     monkeypatch.setattr(dispatch, "kernel", lambda name: _Picky() if name == "picky" else numpy_kernel)
+
+
+def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    _with_order(monkeypatch, "picky", "numpy")
     shape = Shape(1, 1, 1, 8, 8, 4, 4)
     assert dispatch.resolve("auto", Attention(1.0), shape).name == "picky"
     assert dispatch.resolve("auto", Attention(1.0, tw.causal()), shape).name == "numpy"
@@ -72,26 +81,24 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.resolve("auto", Attention(1.0), backward).name == "numpy"
     told = tw.explain(*_inputs(8))
     assert (told.kernel, told.gradients) == ("picky", "numpy")
-    assert "gradients: numpy\n  not picky: it has no backward pass" in str(told)
-
-
-def test_gradients_have_an_order_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hopper's kernels first, and those of all GPUs only where Triton's cannot."""
-    assert [name for name in dispatch.TRAINING if "/" in name or name == "triton"] == [
-        "cuda/forward_sm90", "triton", "cuda/tiled",
-    ]  # fmt: skip
-    monkeypatch.setattr(dispatch, "TRAINING", ("numpy", "cpu"))
-    backward = Shape(1, 1, 1, 8, 8, 4, 4, backward=True)
-    assert dispatch.resolve("auto", Attention(1.0), backward).name == "numpy"
-    assert next(iter(dispatch.reasons(Attention(1.0), backward))) == "numpy"
+    assert "the first that can of picky, numpy (main memory, float32; made up)" in told.why
+    assert "\n  not picky: it has no backward pass" in str(told).partition("gradients: numpy")[2]
 
 
 def test_a_named_system_is_never_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "kernel", lambda name: _Picky())
-    for names in ("NAMES", "NAMED"):
-        monkeypatch.setattr(dispatch, names, ("picky",))
+    _with_order(monkeypatch, "picky")
+    monkeypatch.setattr(dispatch, "NAMED", ("picky",))
     shape = Shape(1, 1, 1, 8, 8, 4, 4)
     with pytest.raises(tw.Unsupported, match="kernel 'picky' cannot compute this call: it knows no masks"):
         dispatch.resolve("picky", Attention(1.0, tw.causal()), shape)
     with pytest.raises(tw.Unsupported, match=r"no kernel system can compute this call:\s+picky: it knows no masks"):
         dispatch.resolve("auto", Attention(1.0, tw.causal()), shape)
+
+
+def test_numpy_in_the_engines_place_is_told_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(dispatch.kernel("cpu")), "unavailable", lambda self: "it was not compiled; get g++")
+    told = tw.explain(*_inputs(8))
+    assert told.kernel == told.gradients == "numpy"
+    assert told.slowness == told.gradients_slowness
+    assert str(told).count("slow: it computes in NumPy") == 2
+    assert "Faster, if it could: cpu: it was not compiled; get g++" in str(told)

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays, decoding, dispatch, reference
+from tilewise.choosing import Purpose
 from tilewise.explanation import Explanation, explain_call
+from tilewise.kernels.gpus import lying
 from tilewise.rope import Rope, check
 from tilewise.spec import Grads
 from tilewise.validate import prepare, prepare_varlen
@@ -115,7 +117,7 @@ def decode(
     )
     if rope is not None:
         check(rope, q.shape[0], {"positions": q.shape[2]}, q.shape[3])
-    system = dispatch.resolve(kernel, call.spec, call.shape, dispatch.DECODING)
+    system = dispatch.resolve(kernel, call.spec, call.shape, Purpose.DECODE)
     if k is not None:
         cache.append(k, v, rope=rope, kernel=system.name)
     done = decoding.run(system, call.spec, call.q, cache, rope)
@@ -157,13 +159,14 @@ def attention_vjp(
         raise ValueError("lengths_q, lengths_k: give both for packed sequences, or neither")
     packed = lengths_q is not None
     call = prepare_varlen(q, k, v, lengths_q, lengths_k, **options) if packed else prepare(q, k, v, **options)
-    saved = dispatch.resolve(kernel, call.spec, call.shape).forward(call.spec, call.q, call.k, call.v)
+    shape = lying(call.shape, q=call.q, k=call.k, v=call.v)
+    saved = dispatch.resolve(kernel, call.spec, shape).forward(call.spec, call.q, call.k, call.v)
     out, lse = call.restore(saved.out), call.restore(saved.lse)
 
     def pullback(d_out: Any, d_lse: Any = None) -> Grads:
         d_out = call.expand(like_result("d_out", d_out, out))
         d_lse = None if d_lse is None else call.expand(like_result("d_lse", d_lse, lse))
-        system = dispatch.resolve(kernel, call.spec, replace(call.shape, backward=True))
+        system = dispatch.resolve(kernel, call.spec, replace(shape, backward=True))
         grads = system.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse)
         return replace(grads, **{name: call.restore(getattr(grads, name)) for name in "qkv"})
 

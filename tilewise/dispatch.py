@@ -1,4 +1,4 @@
-"""The kernel systems, in the order `auto` tries them, and how one is chosen. Each is imported when first asked for."""
+"""The kernel systems, and which of them serves a call, by choosing.py. Each is imported when first asked for."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
+from tilewise.choosing import Purpose, Row, everywhere, order, row_of, slowness
+from tilewise.kernels import gpus
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
@@ -104,7 +106,6 @@ class System:
     module: str
     attribute: str
     rungs: tuple[str, ...] = ()
-    only_if_named: bool = False  # `auto` never takes it: it stands in for another, or another is faster
 
 
 _CUDA_RUNGS = ("naive", "tiled", "forward_sm90")
@@ -115,17 +116,13 @@ SYSTEMS = (
     System("cuda", "tilewise.kernels.cuda", "CudaKernel", (*_CUDA_RUNGS, "unordered")),
     System("triton", "tilewise.kernels.triton", "TritonKernel", ("basic",)),
     System("cute", "tilewise.kernels.cute", "CuteKernel", _CUTE_RUNGS),
-    System("tilelang", "tilewise.kernels.tilelang", "TileLangKernel", ("simple",), only_if_named=True),
-    System("tilelang-c", "tilewise.kernels.tilelang", "TileLangCKernel", ("simple",), only_if_named=True),
-    System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS, only_if_named=True),
+    System("tilelang", "tilewise.kernels.tilelang", "TileLangKernel", ("simple",)),
+    System("tilelang-c", "tilewise.kernels.tilelang", "TileLangCKernel", ("simple",)),
+    System("cuda-sim", "tilewise.kernels.cuda.simulator.kernel", "CudaSimKernel", _CUDA_RUNGS),
 )
-NAMES = tuple(system.name for system in SYSTEMS if not system.only_if_named)
-ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.only_if_named)
-# The same for decoding: a forward pass has too few queries to fill a GPU with, a kernel that splits the keys fills it.
-DECODING = ("cpu", "numpy", "triton", "cuda", "cute")
-# And for gradients: Hopper's kernels, then those that are fast on any GPU, then those that need but CUDA's compiler,
-# and what was built ahead of time.
-TRAINING = ("cpu", "numpy", "cuda/forward_sm90", "triton", "cuda/tiled", "cute")
+_TAKEN = {name.split("/")[0] for purpose in Purpose for name in everywhere(purpose)}
+NAMES = tuple(system.name for system in SYSTEMS if system.name in _TAKEN)  # by `auto`, for some calls
+ONLY_IF_NAMED = tuple(system.name for system in SYSTEMS if system.name not in _TAKEN)
 _RUNGS = {f"{system.name}/{rung}": system for system in SYSTEMS for rung in system.rungs}
 NAMED = (*NAMES, *ONLY_IF_NAMED, *_RUNGS)  # what a caller may name
 
@@ -155,18 +152,68 @@ def _decodes(kind: type) -> bool:
     return issubclass(kind, Decodes)
 
 
-def reasons(spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> dict[str, str | None]:
-    """For each kernel system in order, or each of these: why it cannot compute this call, or None if it can."""
-    return {name: reason(name, spec, shape) for name in names or _in_order(shape)}
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` or a name comes to, and why. reasons: of each kernel that there is, those to be tried first: why it
+    cannot compute the call, or None if it can."""
+
+    taken: str | None
+    reasons: dict[str, str | None]
+    tried: tuple[str, ...]  # in this order; of a name that was given, that one
+    architecture: str
+    dtype: str
+    purpose: Purpose
+    row: Row | None  # of the table, if `auto` was asked
+
+    @property
+    def slowness(self) -> str | None:
+        """Why what was taken is slow, and what would be faster; None if nothing is known to be."""
+        told = None if self.taken is None else self._slowness_of(self.taken)
+        if told is None:
+            return None
+        before = self.tried[: self.tried.index(cast(str, self.taken))]
+        faster = [f"{name}: {self.reasons[name]}" for name in before if self._slowness_of(name) is None]
+        return f"{told}. {'Faster, if it could: ' + '; '.join(faster) if faster else 'No kernel here is faster for it'}"
+
+    def _slowness_of(self, name: str) -> str | None:
+        return slowness(name, self.architecture, self.dtype, self.purpose)
 
 
-def _in_order(shape: Shape) -> Sequence[str]:
-    return TRAINING if shape.backward else NAMES
+def choice(name: str, spec: Attention, shape: Shape, purpose: Purpose | None = None) -> Choice:
+    """What resolve would take, without raising."""
+    check_name(name)
+    purpose = purpose or purpose_of(shape)
+    architecture = _architecture_of(shape.device)
+    row = row_of(architecture, shape.dtype) if name == "auto" else None
+    tried = (name,) if name != "auto" else () if row is None else row.order(purpose)
+    every = {x: reason(x, spec, shape) for x in dict.fromkeys((*tried, *everywhere(purpose)))}
+    taken = next((x for x in tried if every[x] is None), None)
+    return Choice(taken, every, tried, architecture, shape.dtype, purpose, row)
+
+
+def purpose_of(shape: Shape) -> Purpose:
+    return Purpose.BACKWARD if shape.backward else Purpose.FORWARD
+
+
+_architectures: dict[str, str] = {}  # by device: to ask PyTorch takes longer than to choose
+
+
+def _architecture_of(device: str) -> str:
+    """As the table has it; the device's own name if it is no GPU that anybody could compute on."""
+    found = _architectures.get(device)
+    if found is None:
+        is_gpu = device.startswith("cuda") and (gpus.is_imagined(device) or gpus.none_here() is None)
+        if not is_gpu:
+            return device
+        found = _architectures[device] = gpus.architecture(device)
+    return found
 
 
 def reason(name: str, spec: Attention, shape: Shape) -> str | None:
-    """Why this one cannot compute this call, or None."""
-    return kernel(name).unavailable() or kernel(name).unsupported(spec, shape)
+    """Why this one cannot compute this call, or None. On a GPU that is imagined everything is installed."""
+    system = kernel(name)
+    unavailable = None if gpus.is_imagined(shape.device) else system.unavailable()
+    return unavailable or system.unsupported(spec, shape)
 
 
 def check_name(name: Any) -> None:
@@ -177,22 +224,31 @@ def check_name(name: Any) -> None:
         raise error(f"kernel: expected one of {', '.join(('auto', *NAMED))}, got {name!r}")
 
 
-def resolve(name: str, spec: Attention, shape: Shape, names: Sequence[str] | None = None) -> Kernel:
-    """The first system, or the first of these, that supports the call, or the one named, which is never swapped for
-    another."""
+def resolve(name: str, spec: Attention, shape: Shape, purpose: Purpose | None = None) -> Kernel:
+    """The fastest kernel that supports the call, or the one named, which is never swapped for another. purpose: what
+    the shape says, unless it is to decode."""
     check_name(name)
     if name != "auto":
         told = reason(name, spec, shape)
         if told is not None:
             raise Unsupported(f"kernel {name!r} cannot compute this call: {told}")
         return kernel(name)
-    for candidate in names or _in_order(shape):
+    for candidate in order(_architecture_of(shape.device), shape.dtype, purpose or purpose_of(shape)):
         if reason(candidate, spec, shape) is None:
             if candidate == "numpy":
                 say_that_it_is_slow(kernel("cpu").unavailable())
             return kernel(candidate)
-    every = "".join(f"\n  {candidate}: {told}" for candidate, told in reasons(spec, shape, names).items())
+    told_by = by_reason(choice(name, spec, shape, purpose).reasons)
+    every = "".join(f"\n  {', '.join(names)}: {told}" for told, names in told_by.items())
     raise Unsupported(f"no kernel system can compute this call:{every}")
+
+
+def by_reason(reasons: dict[str, str | None]) -> dict[str | None, list[str]]:
+    """Kernels that say the same, together."""
+    found: dict[str | None, list[str]] = {}
+    for name, told in reasons.items():
+        found.setdefault(told, []).append(name)
+    return found
 
 
 @cache

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tilewise import dispatch
+from tilewise.kernels.gpus import lying
 from tilewise.schedule import Kind, Plan, plan
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.validate import Call
@@ -17,7 +18,7 @@ MAX_MAP = 64  # rows and columns of a printed tile map
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """Which kernel system takes a call, why each other one does not, and the plan of its tiles."""
+    """Which kernel takes a call and why, why each other one does not, and the plan of its tiles."""
 
     kernel: str | None  # None: no kernel system can compute this call
     reasons: dict[str, str | None]
@@ -26,51 +27,69 @@ class Explanation:
     plan: Plan | None  # None: the arrays it depends on are not in main memory
     choice: str | None = None  # what the kernel system chose beside the tile
     gradients: str | None = None  # the kernel system or rung that would compute them
-    gradient_reasons: dict[str, str | None] = field(default_factory=dict)  # as for the forward pass
+    gradient_reasons: dict[str, str | None] = field(default_factory=dict)  # as for the forward pass, of those before it
+    why: str = ""  # the order that `auto` followed, and where it is from
+    gradients_why: str = ""
+    slowness: str | None = None  # why the kernel is slow here, and what would be faster
+    gradients_slowness: str | None = None
 
     def __str__(self) -> str:
-        lines = [describe(self.spec, self.shape), *_told("kernel", self.kernel, self.reasons)]
+        lines = [describe(self.spec, self.shape)]
+        lines += _told("kernel", self.kernel, self.why, self.slowness, self.reasons)
         if self.choice is not None:
             lines.append(f"choice: {self.choice}")
-        lines += _told("gradients", self.gradients, _before(self.gradients, self.gradient_reasons))
+        lines += _told("gradients", self.gradients, self.gradients_why, self.gradients_slowness, self.gradient_reasons)
         if self.plan is not None:
             lines.append(describe_plan(self.plan))
         return "\n".join(lines)
 
 
-def _told(what: str, taken: str | None, reasons: dict[str, str | None]) -> list[str]:
+def _told(what: str, taken: str | None, why: str, slowness: str | None, reasons: dict[str, str | None]) -> list[str]:
+    lines = [f"{what}: {taken or 'none can compute this call'}"]
+    lines += [f"  why: {why}"] if why else []
+    lines += [f"  slow: {slowness}"] if slowness else []
     others = {name: reason for name, reason in reasons.items() if name != taken}
-    return [f"{what}: {taken or 'none can compute this call'}"] + [
-        f"  not {name}: {reason or f'it could, but {taken} comes first or was asked for'}"
-        for name, reason in others.items()
+    return lines + [
+        f"  not {', '.join(names)}: {reason or f'it could, but {taken} comes first or was asked for'}"
+        for reason, names in dispatch.by_reason(others).items()
     ]
-
-
-def _before(taken: str | None, reasons: dict[str, str | None]) -> dict[str, str | None]:
-    """Of those that come first."""
-    names = list(reasons)
-    return {name: reasons[name] for name in (names if taken is None else names[: names.index(taken)])}
 
 
 def explain_call(call: Call, kernel: str) -> Explanation:
     """What resolve would answer, without raising: a call that nothing can compute is explained too."""
-    dispatch.check_name(kernel)
-    taken, reasons = _taken(kernel, call.spec, call.shape)
-    system = dispatch.kernel(taken) if taken else None
-    tile = system.default_tile(call.spec, call.shape) if system else Tile()
-    made = plan(call.spec, call.shape, tile) if call.shape.device == "cpu" else None
-    choice = system.choice(call.spec, call.shape) if isinstance(system, dispatch.Chooses) else None
-    gradients = _taken(kernel, call.spec, replace(call.shape, backward=True))
-    return Explanation(taken, reasons, call.spec, call.shape, made, choice, *gradients)
+    shape = lying(call.shape, q=call.q, k=call.k, v=call.v)
+    made, gradients = (dispatch.choice(kernel, call.spec, replace(shape, backward=x)) for x in (False, True))
+    system = dispatch.kernel(made.taken) if made.taken else None
+    tile = system.default_tile(call.spec, shape) if system else Tile()
+    return Explanation(
+        made.taken,
+        made.reasons,
+        call.spec,
+        call.shape,
+        plan=plan(call.spec, call.shape, tile) if call.shape.device == "cpu" else None,
+        choice=system.choice(call.spec, shape) if isinstance(system, dispatch.Chooses) else None,
+        gradients=gradients.taken,
+        gradient_reasons=_before(gradients),
+        why=_why(made),
+        gradients_why=_why(gradients),
+        slowness=made.slowness,
+        gradients_slowness=gradients.slowness,
+    )
 
 
-def _taken(kernel: str, spec: Attention, shape: Shape) -> tuple[str | None, dict[str, str | None]]:
-    """Who computes it, and why each could not."""
-    reasons = dispatch.reasons(spec, shape)
-    if kernel != "auto" and kernel not in reasons:  # a rung, or a simulator
-        reasons = {kernel: dispatch.reason(kernel, spec, shape), **reasons}
-    able = (name for name, reason in reasons.items() if reason is None and kernel in ("auto", name))
-    return next(able, None), reasons
+def _why(made: dispatch.Choice) -> str:
+    """Of `auto` alone: what was named is taken because it was."""
+    if made.row is None or made.taken is None:
+        return ""
+    where = made.row.group if made.architecture == "cpu" else f"{made.row.group} ({made.architecture})"
+    return f"the first that can of {', '.join(made.tried)} ({where}, {made.dtype}; {made.row.origin})"
+
+
+def _before(made: dispatch.Choice) -> dict[str, str | None]:
+    """The reasons of those that come before it; of all if nothing is taken."""
+    if made.taken is None:
+        return made.reasons
+    return {name: made.reasons[name] for name in made.tried[: made.tried.index(made.taken)]}
 
 
 def describe(spec: Attention, shape: Shape) -> str:

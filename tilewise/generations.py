@@ -42,6 +42,7 @@ def _generation(arch: str, name: str, gpus: str, block: int, processor: int) -> 
 GENERATIONS = {
     generation.arch: generation
     for generation in (
+        _generation("sm_70", "Volta", "V100", 96, 96),
         _generation("sm_75", "Turing", "T4, RTX 2080", 64, 64),
         _generation("sm_80", "Ampere", "A100", 163, 164),
         _generation("sm_86", "Ampere", "A10, RTX 3090", 99, 100),
@@ -49,9 +50,13 @@ GENERATIONS = {
         _generation("sm_89", "Ada", "L40, RTX 4090", 99, 100),
         _generation("sm_90", "Hopper", "H100, H200", 227, 228),
         _generation("sm_100", "Blackwell", "B200", 227, 228),
+        _generation("sm_103", "Blackwell", "B300", 227, 228),
         _generation("sm_120", "Blackwell", "RTX 5090", 99, 100),
+        _generation("sm_121", "Blackwell", "DGX Spark", 99, 100),
     )
 }
+
+AMD = {"gfx90a": "CDNA 2 (MI250)", "gfx942": "CDNA 3 (MI300X)", "gfx1100": "RDNA 3 (RX 7900)"}  # for Triton alone
 
 
 def tile_bytes(tile: Tile, shape: Shape) -> tuple[int, int]:

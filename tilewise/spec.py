@@ -110,6 +110,7 @@ class Shape:
     packed_q: int = 0  # where the queries begin in the packed array
     packed_k: int = 0
     backward: bool = False
+    not_copied: str | None = None  # why a GPU's copy engine cannot load q, k and v as they lie
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total_q", self.origin_q + self.n_q if self.total_q < 0 else self.total_q)

@@ -21,6 +21,7 @@ import tilewise as tw
 from tests.cuda.test_ops import EXPRESSIONS
 from tests.cute import launched
 from tilewise import cli, dispatch
+from tilewise.choosing import TABLE
 from tilewise.cli import build
 from tilewise.expr import Expr
 from tilewise.kernels import disk, gpus
@@ -463,16 +464,18 @@ def test_auto_takes_what_was_built_where_nothing_else_is(monkeypatch: pytest.Mon
     for name in ("cuda", "triton"):
         monkeypatch.setattr(type(dispatch.kernel(name)), "unavailable", lambda self: "it is not installed")
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(tw.Unsupported, match="cute: it needs cutlass"):
+    with pytest.raises(tw.Unsupported, match="cute/forward_sm90.*: it needs cutlass"):
         dispatch.resolve("auto", Attention(0.1, tw.causal()), shape)
     monkeypatch.setenv(library.FOLDER, str(tmp_path / "kernels"))
-    assert dispatch.resolve("auto", Attention(0.1, tw.causal()), shape).name == "cute"
-    with pytest.raises(tw.Unsupported, match="cute: no kernel for it was built ahead of time"):
+    assert dispatch.resolve("auto", Attention(0.1, tw.causal()), shape).name == "cute/forward_sm90"
+    with pytest.raises(tw.Unsupported, match="cute/forward_sm90: no kernel for it was built ahead of time"):
         dispatch.resolve("auto", Attention(0.1), shape)
 
 
-def test_auto_comes_to_cute_last() -> None:
-    assert {names[-1] for names in (dispatch.NAMES, dispatch.DECODING, dispatch.TRAINING)} == {"cute"}
+def test_auto_comes_to_cutes_gradients_last() -> None:
+    """They refuse an output gradient of another type than q's, which no shape tells."""
+    for row in TABLE:
+        assert all(name == row.backward[-1] for name in row.backward if name.startswith("cute"))
 
 
 def test_without_a_compiler_only_what_was_built_is_supported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.language import target_info
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -49,11 +50,14 @@ class Target:
 
 
 TARGETS = {
+    "sm_75": Target(GPUTarget("cuda", 75, 32), 64 << 10),
     "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10),
     "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10, copies=True),
     "sm_100": Target(GPUTarget("cuda", 100, 32), 227 << 10, copies=True),
+    "gfx90a": Target(GPUTarget("hip", "gfx90a", 64), 64 << 10),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 << 10),
+    "gfx1100": Target(GPUTarget("hip", "gfx1100", 32), 64 << 10),
 }
 _TYPES = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
@@ -173,6 +177,7 @@ def _stand_for(name: str, target: Target) -> None:
     choices_linear.shared_memory = tuning.shared_memory
     tuning.processors = launch_decode.processors = call_linear.processors = lambda device: 132
     arguments._has_copy_engine = lambda device: target.copies
+    target_info.current_target = lambda: target.gpu
     launch_decode.starts_early = call_linear.starts_early = lambda device: target.copies
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from tilewise import arrays, dispatch
 from tilewise.arrays import Array
 from tilewise.cache.checks import check_like, whole_numbers
+from tilewise.choosing import Purpose
 from tilewise.rope import Rope, check, positions_of_keys
 from tilewise.rotating import turned_from
 from tilewise.spec import Attention, Shape
@@ -63,7 +64,7 @@ class Cache:
         if rope is not None:
             check(rope, self.batch, {"positions_k": n}, int(k.shape[3]))
         taken = whole_numbers("counts", n if counts is None else counts, self.batch, n)
-        system = dispatch.resolve(kernel, Attention(1.0), self.shape, dispatch.DECODING)
+        system = dispatch.resolve(kernel, Attention(1.0), self.shape, Purpose.DECODE)
         self._make_room(taken)
         writer = dispatch.decoder(system)
         if writer is not None:

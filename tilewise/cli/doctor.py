@@ -15,6 +15,7 @@ import numpy as np
 from tilewise import dispatch
 from tilewise._version import __version__
 from tilewise.bench.machine import import_torch
+from tilewise.cli import served
 from tilewise.explanation import size
 from tilewise.kernels import disk
 from tilewise.kernels.cute import library as cute
@@ -24,16 +25,22 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="which kernel systems work here, and what the others need",
-        description="Shows this machine, each kernel system (usable, or why not and what to install), and the optional "
-        "packages. Exit code 1 if no kernel system is usable.",
+        description="Shows this machine, each kernel system (usable, or why not and what to install), the optional "
+        "packages, and which kernels each GPU takes. Exit code 1 if no kernel system is usable.",
+    )
+    parser.add_argument(
+        "--arch", metavar="ARCH", help="instead: which kernels a GPU such as sm_80 takes, if all are installed"
     )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.arch is not None:
+        print(served.table_of(*served.imagined(args.arch)))
+        return 0
     print(f"tilewise {__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
     print(f"{platform.system()} {platform.machine()}, {os.cpu_count()} processors\n")
-    print("kernel systems, in the order `auto` tries them")
+    print("kernel systems")
     import_torch()  # which is asked for GPUs
     reasons = {name: dispatch.kernel(name).unavailable() for name in dispatch.NAMES}
     for name, reason in reasons.items():
@@ -47,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         ("matplotlib", "plots of the benchmarks"),
     ):
         print(f"  {_package(package, use)}")
-    print(f"\n{_gpu()}")
+    print(f"\n{_gpus()}")
     print("\n".join(_caches()))
     return 0 if None in reasons.values() else 1
 
@@ -78,15 +85,15 @@ def _package(package: str, use: str) -> str:
         return f"✓ {package:10} {use}"
 
 
-def _gpu() -> str:
+def _gpus() -> str:
     """What PyTorch sees; without PyTorch nothing is asked."""
     torch = import_torch()
     if torch is None:
         return "GPU: not looked for (PyTorch is not installed, or cannot be imported)"
     if not torch.cuda.is_available():
-        return "GPU: none that PyTorch can use"
-    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    return f"GPU: {names}"
+        return "GPU: none that PyTorch can use; `tilewise doctor --arch sm_80` tells what one would take"
+    devices = (f"cuda:{i}" for i in range(torch.cuda.device_count()))
+    return "\n\n".join(served.table_of(x, f"GPU {x}, {torch.cuda.get_device_name(x)}") for x in devices)
 
 
 def _caches() -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tilewise import dispatch, validate, wire
 from tilewise.arrays import stored_as, strides_as
+from tilewise.kernels.gpus import lying
 from tilewise.pytorch import autograd, ready, vmap
 from tilewise.pytorch.ready import Ready, ReadyBackward, are_aligned, layout
 from tilewise.sharing import Kept
@@ -47,7 +48,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, 
         return repeated.run(q, k, v, sinks, arrays)
     template, shape = _recognise(q, k, v, arrays, sinks, spec)
     held = _settled(template, shape, arrays, sinks)
-    done = dispatch.resolve(template.kernel, held, shape).forward(held, q, k, v)
+    system = dispatch.resolve(template.kernel, held, lying(shape, q=q, k=k, v=v))
+    done = system.forward(held, q, k, v)
     return _stored(done.out, strides_as(q, v)), _contiguous(done.lse)
 
 
@@ -85,7 +87,8 @@ def _resolved(
     template, shape = _recognise(q, k, v, arrays, sinks, spec)
     arrays = [x.detach() for x in arrays]
     held = _settled(template, shape, arrays, sinks, wanted)
-    return dispatch.resolve(template.kernel, held, replace(shape, backward=backward)), held, arrays
+    shape = replace(lying(shape, q=q, k=k, v=v), backward=backward)
+    return dispatch.resolve(template.kernel, held, shape), held, arrays
 
 
 def _out_dtype(q: Tensor, spec: str) -> torch.dtype:

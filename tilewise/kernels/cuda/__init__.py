@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tilewise import arrays
 from tilewise.kernels import gpus
 from tilewise.kernels.cuda import support
-from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90, UNORDERED_SM90, Hoppers, hoppers_backward
+from tilewise.kernels.cuda.backward_rungs import BACKWARD, BACKWARD_SM90, UNORDERED_SM90, Hoppers, hoppers_backward
 from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import Rung, named
@@ -36,21 +36,37 @@ class CudaKernel:
         self._backward = hoppers_backward(rung)
 
     def unavailable(self) -> str | None:
-        return _not_installed() or gpus.none_here()
+        return gpus.for_amd() or _not_installed() or gpus.none_here()
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         away = gpus.elsewhere(shape)
         if away is not None:
             return away
         capability = gpus.capability(shape.device)
+        had = f"and {shape.device} has {capability[0]}.{capability[1]}"
         if capability < OLDEST:
-            return f"it needs compute capability {OLDEST[0]}.{OLDEST[1]}, and {shape.device} has {capability}"
+            return f"it needs compute capability {OLDEST[0]}.{OLDEST[1]}, {had}"
         if self.rung is not None and self.rung.persistent and capability != HOPPER:
-            return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, and {shape.device} has {capability}"
+            return f"it is made for compute capability {HOPPER[0]}.{HOPPER[1]}, {had}"
         if shape.backward and spec.batch_invariant and self._backward is UNORDERED_SM90:
             return "it adds gradients of q in any order, and batch_invariant wants one; 'cuda/forward_sm90' has it"
-        rung = None if self.rung is None else self.rung.name
-        return support.unsupported(spec, shape, rung) or (None if self.rung is None else self.rung.unsupported(shape))
+        name = None if self.rung is None else self.rung.name
+        return support.unsupported(spec, shape, name) or self._not_loaded(shape) or self._without_room(spec, shape)
+
+    def _not_loaded(self, shape: Shape) -> str | None:
+        """Why the rung that was named cannot load these arrays. A backward pass copies what lies badly."""
+        if self.rung is None:
+            return None
+        by_copy_engine = self.rung.persistent and not shape.backward
+        return self.rung.unsupported(shape) or (shape.not_copied if by_copy_engine else None)
+
+    def _without_room(self, spec: Attention, shape: Shape) -> str | None:
+        """Why a block of this GPU cannot hold what the kernels that would serve keep in shared memory."""
+        if shape.backward:
+            kernels = () if self._hoppers(shape) is not None else BACKWARD
+        else:
+            kernels = (self.rung or suited(shape, gpus.capability(shape.device)),)
+        return support.without_room(kernels, spec, shape)
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         rung = self.rung or suited(shape, gpus.capability(shape.device))

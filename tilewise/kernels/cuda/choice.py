@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewise.choosing import Purpose, order
 from tilewise.derivative import score_slopes
 from tilewise.dispatch import Unsupported
 from tilewise.expr import S
@@ -16,9 +17,11 @@ HOPPER = (9, 0)
 
 
 def suited(shape: Shape, capability: tuple[int, int]) -> Rung:
-    """The fastest one for a shape."""
-    hopper = RUNGS["forward_sm90"]
-    return hopper if capability == HOPPER and hopper.unsupported(shape) is None else RUNGS["tiled"]
+    """The fastest one for a shape: the first of CUDA's that `auto` would try."""
+    major, minor = capability
+    names = order(f"sm_{major}{minor}", shape.dtype, Purpose.FORWARD)
+    ladder = [RUNGS[name.removeprefix("cuda/")] for name in names if name.startswith("cuda/")]
+    return next(rung for rung in ladder if rung.unsupported(shape) is None)
 
 
 def chosen(named: Rung | None, shape: Shape, views: dict[str, View], capability: tuple[int, int]) -> Rung:

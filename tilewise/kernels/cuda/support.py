@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from tilewise.kernels import reads
+from collections.abc import Iterable
+
+from tilewise.kernels import gpus, reads
 from tilewise.kernels.cuda.backward_rungs import BACKWARD_SM90
+from tilewise.kernels.cuda.rungs import Rung
 from tilewise.kernels.cuda.structs import MAX_ARRAYS, MAX_RANK
 from tilewise.kernels.cuda.sums import MOST_POSITIONS
 from tilewise.spec import Attention, Shape
@@ -33,4 +36,18 @@ def unsupported(spec: Attention, shape: Shape, rung: str | None = None) -> str |
     for slot in spec.loaded:
         if len(slot.array.shape) > MAX_RANK:
             return f"a loaded array has {len(slot.array.shape)} dimensions; it reads up to {MAX_RANK}"
+    return None
+
+
+def without_room(kernels: Iterable[Rung], spec: Attention, shape: Shape) -> str | None:
+    """Why a block of the GPU cannot hold what these keep in shared memory."""
+    room = gpus.room(gpus.architecture(shape.device))
+    for kernel in () if room is None else kernels:
+        tile = kernel.fitting(kernel.default_tile(spec, shape), shape)
+        taken = int(kernel.constants(tile, shape)["SHARED_BYTES"])
+        if taken > room:
+            return (
+                f"{kernel.name} takes {taken >> 10} KiB of shared memory for heads of {shape.d} and {shape.d_v}, and a "
+                f"block of {shape.device} has {room >> 10}; kernel='triton' takes smaller tiles"
+            )
     return None

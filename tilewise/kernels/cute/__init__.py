@@ -23,7 +23,7 @@ class CuteKernel:
         self.rung = None if rung is None else RUNGS[rung]
 
     def unavailable(self) -> str | None:
-        return library.not_installed() or gpus.none_here()
+        return gpus.for_amd() or library.not_installed() or gpus.none_here()
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         away = gpus.elsewhere(shape)
@@ -31,7 +31,7 @@ class CuteKernel:
             return away
         capability = gpus.capability(shape.device)
         reason = support.unsupported(spec, shape, self.rung, capability)
-        if reason is not None:
+        if reason is not None or gpus.is_imagined(shape.device):
             return reason
         return library.not_built(kernel_of(self._taken(spec, shape, capability), spec, shape), architecture(capability))
 

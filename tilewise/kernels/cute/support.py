@@ -47,7 +47,8 @@ def _refused(rung: Rung, shape: Shape, capability: tuple[int, int]) -> str | Non
     if not rung.oldest <= capability <= rung.newest:
         wanted = f"{rung.oldest[0]}.{rung.oldest[1]}{'' if rung.oldest == rung.newest else ' or newer'}"
         return f"it is made for compute capability {wanted}, and {shape.device} has {capability[0]}.{capability[1]}"
-    return rung.unsupported(shape) or no_room(rung.shared_bytes(shape), shape, capability)
+    not_loaded = shape.not_copied if rung.maps and not shape.backward else None
+    return rung.unsupported(shape) or not_loaded or no_room(rung.shared_bytes(shape), shape, capability)
 
 
 def no_room(needed: int, shape: Shape, capability: tuple[int, int]) -> str | None:

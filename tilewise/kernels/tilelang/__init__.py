@@ -26,7 +26,7 @@ class TileLangKernel:
         self.simple = rung == "simple"
 
     def unavailable(self) -> str | None:
-        return gpus.none_here()
+        return gpus.for_amd() or gpus.none_here()
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         away = gpus.elsewhere(shape)
@@ -36,7 +36,8 @@ class TileLangKernel:
         if capability != support.CAPABILITY:
             return f"it is made for compute capability 9.0, and {shape.device} has {capability[0]}.{capability[1]}"
         target = architecture(capability)
-        return self._refused(spec, shape, target) or self._not_compiled(spec, shape, target)
+        refused = self._refused(spec, shape, target)
+        return refused if refused or gpus.is_imagined(shape.device) else self._not_compiled(spec, shape, target)
 
     def _not_compiled(self, spec: Attention, shape: Shape, target: str) -> str | None:
         """Why there is no kernel for a call that could be computed: none was compiled before, and none can be now."""

@@ -42,7 +42,7 @@ class TritonKernel:
             return "it is a first exercise, without a backward pass; kernel='triton' has one"
         if self.basic and spec.rope is not None:
             return "it is a first exercise, without a rotary embedding; kernel='triton' has one"
-        if is_interpreted():
+        if is_interpreted() and not gpus.is_imagined(shape.device):
             return host.unsupported(shape) or _unsupported(spec, shape)
         if not shape.device.startswith("cuda"):
             return f"it computes on GPUs and the arrays are on {shape.device}; move them with .cuda()"

@@ -103,11 +103,11 @@ def functions(spec: Attention, variant: ModuleType | None, *names: str) -> dict[
 
 
 def sizes(shape: Shape, tile: Tile) -> dict[str, Any]:
-    # Triton's interpreter has bfloat16 as whole numbers, and multiplies those.
+    # Triton's interpreter has bfloat16 as whole numbers, and multiplies those. Kernels say input_precision="ieee": it
+    # is what float32 needs, half precision ignores it, and most of AMD's GPUs compile no TF32.
     is_wide = modules.is_interpreted() or shape.dtype == "float32"
     return {
         "TILE_Q": tile.q, "TILE_K": tile.k, "D": shape.d, "D_V": shape.d_v,
         "DEPTH": padded(shape.d, shape.dtype), "COLUMNS": padded(shape.d_v, shape.dtype),
         "DOT": tl.float32 if is_wide else getattr(tl, shape.dtype),
-        "PRECISION": "ieee" if shape.dtype == "float32" else "tf32",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
+from tilewise.kernels import gpus
 from tilewise.kernels.triton.choices import Choice
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.walking import nodes, remembered, variables
@@ -132,6 +133,8 @@ def shared_memory(device: str) -> int:
     """Of a block, in bytes. Where there is no GPU a kernel is interpreted, or compiled for one that may be large."""
     if not device.startswith("cuda"):
         return HOPPER
+    if gpus.is_imagined(device):
+        return gpus.room(gpus.architecture(device)) or gpus.LEAST_ROOM
     properties = sys.modules["torch"].cuda.get_device_properties(device)
     # PyTorch for AMD's GPUs does not tell the first; there both are the same.
     return int(getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block)
@@ -140,10 +143,4 @@ def shared_memory(device: str) -> int:
 @cache
 def architecture(device: str) -> str:
     """As compilers name it: sm_90, gfx942. Where there is no GPU, the one that the memory above is of."""
-    if not device.startswith("cuda"):
-        return "sm_90"
-    torch = sys.modules["torch"]
-    if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
+    return gpus.architecture(device) if device.startswith("cuda") else "sm_90"

@@ -40,7 +40,7 @@ def project(x: Any, w: Any, bias: Any, turn: Rotation | None, heads: int, turned
             None if turn is None else as_argument(turn), batch * n, n, inner, heads, turned_heads,
             HAS_BIAS=bias is not None, **told, BY_COLUMNS=_lies_by_columns(w), WHOLE=inner % depth == 0, ROWS=rows,
             INNER=depth, DOT=tl.float32 if is_interpreted() else getattr(tl, str(x.dtype).removeprefix("torch.")),
-            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8 if rows * columns > 8192 else 4,
+            num_warps=8 if rows * columns > 8192 else 4,
             num_stages=max(1, min(_STAGES, shared_memory(str(x.device)) // stage)),
         )  # fmt: skip
     return y

@@ -9,7 +9,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tilewise.kernels import disk
+from tilewise.kernels import disk, gpus
 from tilewise.kernels.triton.choices import HEADS, Calls, Choice, Pass
 from tilewise.spec import Tile
 
@@ -21,7 +21,8 @@ _logger = logging.getLogger("tilewise")
 @cache
 def choices(device: str) -> dict[Key, Choice]:
     """Nothing if nobody tuned, or what was kept cannot be read."""
-    return _read(gpu_name(device)) if device.startswith("cuda") else {}
+    is_here = device.startswith("cuda") and not gpus.is_imagined(device)
+    return _read(gpu_name(device)) if is_here else {}
 
 
 def _read(gpu: str) -> dict[Key, Choice]:

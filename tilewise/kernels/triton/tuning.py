@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from tilewise.kernels import gpus
 from tilewise.kernels.triton import tuned
 from tilewise.kernels.triton.choices import BLACKWELL, Calls, Choice, Entry, Pass, entry, entry_of_float32, row_of, up
 from tilewise.kernels.triton.fitting import (
@@ -43,7 +44,8 @@ def _held(kind: Pass, device: str) -> Held:
 
 def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) -> Choice:
     """For such calls; a tile that was asked for is taken as near as it comes below."""
-    if is_interpreted() and kind is not Pass.DECODE:
+    interpreted = _runs_by_interpreter(shape.device)
+    if interpreted and kind is not Pass.DECODE:
         found = _INTERPRETED
     else:
         wanted, device = _entry(kind, spec, shape).choice, shape.device
@@ -51,7 +53,11 @@ def chosen(kind: Pass, spec: Attention, shape: Shape, tile: Tile | None = None) 
     if tile is not None:
         fitting = Tile(_at_most(tile.q, found.tile.q), _at_most(tile.k, found.tile.k))
         found = Choice(fitting, found.warps if fitting == found.tile else 4, found.stages)
-    return found if shape.dtype == "float32" or is_interpreted() else _wide_enough(kind, found)
+    return found if shape.dtype == "float32" or interpreted else _wide_enough(kind, found)
+
+
+def _runs_by_interpreter(device: str) -> bool:
+    return is_interpreted() and not gpus.is_imagined(device)
 
 
 def _wide_enough(kind: Pass, choice: Choice) -> Choice:
@@ -89,14 +95,14 @@ def calls_of(spec: Attention) -> Calls:
 def described(kind: Pass, spec: Attention, shape: Shape) -> str:
     """What a call takes, and which row of which table it is from."""
     taken, found = chosen(kind, spec, shape), _entry(kind, spec, shape)
-    if is_interpreted() and kind is not Pass.DECODE:
+    if _runs_by_interpreter(shape.device) and kind is not Pass.DECODE:
         return f"{taken} (for the interpreter)"
     return f"{taken} ({found}{'' if taken == found.choice else ', made smaller to fit'})"
 
 
 def without_room(spec: Attention, shape: Shape) -> str | None:
     """Why a GPU cannot hold even the smallest tiles, or None."""
-    if is_interpreted():
+    if _runs_by_interpreter(shape.device):
         return None
     limit = shared_memory(shape.device)
     for kind in (Pass.FORWARD, Pass.D_QUERY, Pass.D_KEYS) if shape.backward else (Pass.FORWARD,):

@@ -33,7 +33,6 @@ BOTH_PRODUCTS: tl.constexpr = tl.constexpr(64)
 @triton.jit
 def prepared(
     saved, saved_steps, b, h, begin, row, n, d_out_tile, D_V: tl.constexpr, COLUMNS: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What weights are recomputed with, of some rows: shift, which is -lse as an exponent of 2, and delta.
 
@@ -43,7 +42,7 @@ def prepared(
     out, lse, d_lse = saved
     out_steps, lse_steps, d_lse_steps = saved_steps
     out_tile = load_rows(matrix(out, out_steps, b, h, begin), out_steps[2], row, n, D_V, COLUMNS)
-    products = tl.dot(d_out_tile.to(DOT), tl.trans(out_tile).to(DOT), input_precision=PRECISION)
+    products = tl.dot(d_out_tile.to(DOT), tl.trans(out_tile).to(DOT), input_precision="ieee")
     number = tl.arange(0, row.shape[0])
     delta = tl.sum(tl.where(number[:, None] == number[None, :], products, 0.0), 1)
     if d_lse is not None:
@@ -117,7 +116,7 @@ def d_query(
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, b, h, group, TILE_Q)
@@ -128,9 +127,7 @@ def d_query(
         q, q_steps, None, b, h, q_begin, first, n_q, turns, QUERIES, TILE_Q, D, DEPTH, PAIRS, INTERLEAVED
     )
     d_out_tile = load_rows(matrix(d_out, d_out_steps, b, h, q_begin), d_out_steps[2], query, n_q, D_V, COLUMNS)
-    row_shift, row_delta = prepared(
-        saved, saved_steps, b, h, q_begin, query, n_q, d_out_tile, D_V, COLUMNS, DOT, PRECISION
-    )
+    row_shift, row_delta = prepared(saved, saved_steps, b, h, q_begin, query, n_q, d_out_tile, D_V, COLUMNS, DOT)
     tl.store(matrix(shift, row_steps, b, h, q_begin) + query, row_shift, mask=query < n_q)
     tl.store(matrix(delta, row_steps, b, h, q_begin) + query, row_delta, mask=query < n_q)
     acc = tl.zeros([TILE_Q, DEPTH], tl.float32)
@@ -144,8 +141,8 @@ def d_query(
                 INTERLEAVED,
             )  # fmt: skip
             # 2 s = q @ k.T
-            product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
-            d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
+            product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="ieee")
+            d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision="ieee")
             p = weights(
                 product, row_shift[:, None], query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale,
                 RAW, SCORE, MASK,
@@ -153,7 +150,7 @@ def d_query(
             d_score = p * (d_p - row_delta[:, None])
             d_s = passed_on(d_score, SLOPE, product, query[:, None], key[None, :], place, loaded, scale)
             # 6 d_q += d_s @ k
-            acc = tl.dot(narrow(d_s, k_tile.dtype).to(DOT), k_tile.to(DOT), acc, input_precision=PRECISION)
+            acc = tl.dot(narrow(d_s, k_tile.dtype).to(DOT), k_tile.to(DOT), acc, input_precision="ieee")
     store_d_head(d_q, d_q_steps, b, h, q_begin, query, n_q, acc * scale, turns, QUERIES, D, DEPTH, PAIRS, INTERLEAVED)
 
 
@@ -164,7 +161,7 @@ def d_keys(
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     hk, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, b, hk * group, group, TILE_K)
@@ -186,13 +183,13 @@ def d_keys(
             if tl.load(runs + run * 3 + 2) == PARTIAL:
                 acc_k, acc_v = visit_queries(
                     acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, PARTIAL, rows, n_q, n_k, place, loaded,
-                    scale, turns, RAW, SCORE, MASK, SLOPE, TILE_Q, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                    scale, turns, RAW, SCORE, MASK, SLOPE, TILE_Q, D, D_V, DEPTH, COLUMNS, DOT, PAIRS,
                     INTERLEAVED,
                 )  # fmt: skip
             else:
                 acc_k, acc_v = visit_queries(
                     acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, FULL, rows, n_q, n_k, place, loaded,
-                    scale, turns, RAW, SCORE, MASK, SLOPE, TILE_Q, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                    scale, turns, RAW, SCORE, MASK, SLOPE, TILE_Q, D, D_V, DEPTH, COLUMNS, DOT, PAIRS,
                     INTERLEAVED,
                 )  # fmt: skip
     store_d_head(d_k, d_k_steps, b, hk, k_begin, key, n_k, acc_k * scale, turns, KEYS, D, DEPTH, PAIRS, INTERLEAVED)
@@ -204,7 +201,7 @@ def visit_queries(
     acc_k, acc_v, k_tile, v_tile, key, first_tile, last_tile, KIND: tl.constexpr, rows, n_q, n_k, place, loaded,
     scale, turns, RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, SLOPE: tl.constexpr,
     TILE_Q: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """A run of query tiles, all of one kind, as in forward."""
     rows, b, h, q_begin = rows
@@ -214,18 +211,18 @@ def visit_queries(
             rows, b, h, q_begin, tile * TILE_Q, n_q, turns, TILE_Q, D, D_V, DEPTH, COLUMNS, PAIRS, INTERLEAVED
         )
         # 2 s.T = k @ q.T: keys down and queries across, as the sums want their weights
-        product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision=PRECISION)
+        product = tl.dot(k_tile.to(DOT), tl.trans(q_tile).to(DOT), input_precision="ieee")
         if COLUMNS <= BOTH_PRODUCTS:
-            d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
+            d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision="ieee")
         p = weights(
             product, row_shift[None, :], query[None, :], key[:, None], KIND, n_q, n_k, place, loaded, scale,
             RAW, SCORE, MASK,
         )  # fmt: skip
         # 6 d_v += p.T @ d_out, d_k += d_s.T @ q
-        acc_v = tl.dot(narrow(p, d_out_tile.dtype).to(DOT), d_out_tile.to(DOT), acc_v, input_precision=PRECISION)
+        acc_v = tl.dot(narrow(p, d_out_tile.dtype).to(DOT), d_out_tile.to(DOT), acc_v, input_precision="ieee")
         if COLUMNS > BOTH_PRODUCTS:
-            d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision=PRECISION)
+            d_p = tl.dot(v_tile.to(DOT), tl.trans(d_out_tile).to(DOT), input_precision="ieee")
         d_score = p * (d_p - row_delta[None, :])
         d_s = passed_on(d_score, SLOPE, product, query[None, :], key[:, None], place, loaded, scale)
-        acc_k = tl.dot(narrow(d_s, q_tile.dtype).to(DOT), q_tile.to(DOT), acc_k, input_precision=PRECISION)
+        acc_k = tl.dot(narrow(d_s, q_tile.dtype).to(DOT), q_tile.to(DOT), acc_k, input_precision="ieee")
     return acc_k, acc_v

@@ -19,7 +19,7 @@ def decode(
     reach, loaded, group, n_q, capacity, splits, scale, turn,
     SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COLUMNS: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     COUNTED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:  # this was started beside the kernel before it, and the next one may be beside this
@@ -43,13 +43,13 @@ def decode(
     for tile in range(first_full, last_full):
         acc, row_max, row_sum = visit(
             tile, acc, row_max, row_sum, q_tile, query, cache, n_k, place, loaded, scale,
-            SCORE, MASK, False, PAGE, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION,
+            SCORE, MASK, False, PAGE, TILE_K, D, D_V, DEPTH, COLUMNS, DOT,
         )  # fmt: skip
     for i in range(last - first - (last_full - first_full)):
         tile = first + i + tl.where(first + i < first_full, 0, last_full - first_full)
         acc, row_max, row_sum = visit(
             tile, acc, row_max, row_sum, q_tile, query, cache, n_k, place, loaded, scale,
-            SCORE, MASK, True, PAGE, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION,
+            SCORE, MASK, True, PAGE, TILE_K, D, D_V, DEPTH, COLUMNS, DOT,
         )  # fmt: skip
 
     # 7 finish: acc / row_sum, lse
@@ -84,7 +84,7 @@ def visit(
     tile, acc, row_max, row_sum, q_tile, query, cache, n_k, place, loaded, scale,
     SCORE: tl.constexpr, MASK: tl.constexpr, PARTIAL: tl.constexpr, PAGE: tl.constexpr,
     TILE_K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     k, v, pages, k_steps, v_steps = cache
     hk = place[2]
@@ -93,7 +93,7 @@ def visit(
     unit, slot = place_of_tile(pages, place[0], tile * TILE_K, key, there, PAGE, TILE_K)
     # 2 s = q @ k.T
     k_tile = gather_rows(matrix(k, k_steps, unit, hk, slot), there, D, DEPTH)
-    s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION) * scale
+    s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="ieee") * scale
     # 3 score
     if SCORE is not None:
         s = at_scores(SCORE, s, query[:, None], key[None, :], place, loaded) + tl.zeros_like(s)
@@ -112,7 +112,7 @@ def visit(
     # 6 acc = acc * rescale + p @ v
     v_tile = gather_rows(matrix(v, v_steps, unit, hk, slot), there, D_V, COLUMNS)
     acc = acc * rescale[:, None]
-    acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision=PRECISION)
+    acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision="ieee")
     return acc, new_max, row_sum
 
 

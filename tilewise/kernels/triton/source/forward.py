@@ -27,7 +27,7 @@ def forward(
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
     first, q_begin, k_begin, n_q, n_k, first_run, last_run, place = tile_of(records, b, h, group, TILE_Q)
@@ -48,13 +48,13 @@ def forward(
         if kind == PARTIAL:
             acc, row_max, largest, row_sum = visit(
                 acc, row_max, largest, row_sum, q_tile, query, first_tile, last_tile, PARTIAL, keys, n_q, n_k, place,
-                loaded, scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                loaded, scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PAIRS,
                 INTERLEAVED,
             )  # fmt: skip
         else:
             acc, row_max, largest, row_sum = visit(
                 acc, row_max, largest, row_sum, q_tile, query, first_tile, last_tile, FULL, keys, n_q, n_k, place,
-                loaded, scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PRECISION, PAIRS,
+                loaded, scale, turns, RAW, SCORE, MASK, TILE_K, D, D_V, DEPTH, COLUMNS, DOT, PAIRS,
                 INTERLEAVED,
             )  # fmt: skip
 
@@ -89,7 +89,7 @@ def visit(
     acc, row_max, largest, row_sum, q_tile, query, first_tile, last_tile, KIND: tl.constexpr, keys, n_q, n_k, place,
     loaded, scale, turns, RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """A run of key tiles, all of one kind: a loop of its own, without what only the other needs, is the faster one.
 
@@ -104,7 +104,7 @@ def visit(
         k_tile = load_head(
             k, k_steps, k_map, b, hk, k_begin, first, n_k, turns, KEYS, TILE_K, D, DEPTH, PAIRS, INTERLEAVED
         )
-        s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
+        s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="ieee")
         # 3 score
         # 4 mask (PARTIAL tiles only)
         s = scores(s, query[:, None], key[None, :], KIND, n_q, n_k, place, loaded, scale, RAW, SCORE, MASK)
@@ -120,7 +120,7 @@ def visit(
         # 6 acc = acc * rescale + p @ v
         v_tile = load_tile(v, v_steps, v_map, b, hk, k_begin, first, n_k, TILE_K, D_V, COLUMNS)
         acc = acc * rescale[:, None]
-        acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision=PRECISION)
+        acc = tl.dot(narrow(p, v_tile.dtype).to(DOT), v_tile.to(DOT), acc, input_precision="ieee")
     return acc, row_max, largest, row_sum
 
 

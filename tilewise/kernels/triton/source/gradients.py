@@ -26,11 +26,10 @@ from tilewise.kernels.triton.source.tiles import (
 def part_of(
     q_tile, k_tile, v_tile, d_out_tile, row_shift, row_delta, query, key, kind, n_q, n_k, place, loaded, scale,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What each score of a tile passes on to the cell that it read: queries down and keys across."""
-    product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision=PRECISION)
-    d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision=PRECISION)
+    product = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="ieee")
+    d_p = tl.dot(d_out_tile.to(DOT), tl.trans(v_tile).to(DOT), input_precision="ieee")
     p = weights(
         product, row_shift[:, None], query[:, None], key[None, :], kind, n_q, n_k, place, loaded, scale,
         RAW, SCORE, MASK,
@@ -45,7 +44,7 @@ def of_rows(
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Sums over keys: (batch, heads, n_q)."""
     h, b = tl.program_id(1), tl.program_id(2)
@@ -67,7 +66,7 @@ def of_rows(
             )  # fmt: skip
             part = part_of(
                 q_tile, k_tile, v_tile, d_out_tile, row_shift, row_delta, query, key, kind, n_q, n_k, place, loaded,
-                scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
+                scale, RAW, SCORE, MASK, PART, DOT,
             )  # fmt: skip
             total += tl.sum(part, 1)
     tl.store(matrix(sums, row_steps, b, h, q_begin) + query, total, mask=query < n_q)
@@ -80,7 +79,7 @@ def of_columns(
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Sums over queries: (batch, heads, n_k)."""
     h, b = tl.program_id(1), tl.program_id(2)
@@ -101,7 +100,7 @@ def of_columns(
             )
             part = part_of(
                 q_tile, k_tile, v_tile, d_out_tile, row_shift, row_delta, query, key, kind, n_q, n_k, place, loaded,
-                scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
+                scale, RAW, SCORE, MASK, PART, DOT,
             )  # fmt: skip
             total += tl.sum(part, 0)
     tl.store(matrix(sums, sums_steps, b, h, k_begin) + key, total, mask=key < n_k)
@@ -126,7 +125,7 @@ def of_pairs(
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """A tile of a (batch or 1, heads or 1, most_q, most_k) gradient, summed over those that share it: batch indices, or
@@ -152,7 +151,7 @@ def of_pairs(
         )
         total += part_of(
             q_tile, k_tile, v_tile, d_out_tile, row_shift, row_delta, query, key, PARTIAL, n_q, n_k,
-            at_head(place, b, h, group), loaded, scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
+            at_head(place, b, h, group), loaded, scale, RAW, SCORE, MASK, PART, DOT,
         )  # fmt: skip
     at = matrix(grad, grad_steps, first_b, first_h, 0) + query[:, None].to(tl.int64) * grad_steps[2] + key[None, :]
     tl.store(at, total, mask=(query[:, None] < most_q) & (key[None, :] < most_k))
@@ -164,7 +163,7 @@ def of_distances(
     records, loaded, group, scale, turns, least, count,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
     """Sums over all pairs of a distance q - k: (batch or sequences, heads, distances), from the least on.
@@ -198,7 +197,7 @@ def of_distances(
         )
         part = part_of(
             q_tile, k_tile, v_tile, d_out_tile, row_shift, row_delta, query, key, PARTIAL, n_q, n_k, place, loaded,
-            scale, RAW, SCORE, MASK, PART, DOT, PRECISION,
+            scale, RAW, SCORE, MASK, PART, DOT,
         )  # fmt: skip
         part = tl.where((key >= 0)[None, :], part, 0.0)
         # Distance first + i of row r is in column r + TILE - 1 - i.

@@ -18,7 +18,7 @@ def project(
     x, w, bias, y, x_map, w_map, x_steps, w_steps, turn, rows, n, inner, heads, turned_heads,
     HAS_BIAS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, BY_COLUMNS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """y, (batch, heads, n, D), of x, (batch, n, inner), and w, (inner, heads * D).
 
@@ -28,7 +28,7 @@ def project(
     tile, first = tile_and_head(tl.cdiv(rows, ROWS), heads, HEADS)
     made = product(
         x, w, x_map, w_map, x_steps, w_steps, tile, first, rows, n, inner, heads, D, PADDED, HEADS, BY_COLUMNS, WHOLE,
-        ROWS, INNER, DOT, PRECISION,
+        ROWS, INNER, DOT,
     )  # fmt: skip
     # Counted anew: registers would keep it through the loop.
     b, i, inside = rows_of(tile, rows, n, ROWS)
@@ -48,7 +48,7 @@ def project(
 def product(
     x, w, x_map, w_map, x_steps, w_steps, tile, first, rows, n, inner, heads, D: tl.constexpr, PADDED: tl.constexpr,
     HEADS: tl.constexpr, BY_COLUMNS: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
     """A tile of x times w: rows of the tile, and columns of heads from the first on."""
     b, i, _ = rows_of(tile, rows, n, ROWS)
@@ -68,7 +68,7 @@ def product(
             inside = begin + depth < inner
             x_tile = tl.load(x_at + begin, mask=inside[None, :], other=0.0)
             w_tile = tl.load(w_at + tl.cast(begin, tl.int64) * w_steps[0], mask=inside[:, None] & known, other=0.0)
-        made = tl.dot(x_tile.to(DOT), w_tile.to(DOT), made, input_precision=PRECISION)
+        made = tl.dot(x_tile.to(DOT), w_tile.to(DOT), made, input_precision="ieee")
     return made
 
 

@@ -11,6 +11,7 @@ call had it not: features are rows, and sums over a chunk's rows are there to be
 
 import triton
 import triton.language as tl
+from triton.language import target_info
 
 from tilewise.kernels.triton.source.tiles import INTERPRETED, matrix, narrow
 
@@ -31,9 +32,17 @@ def operand(x, TYPE: tl.constexpr):
     return x
 
 
+@triton.constexpr_function
+def has_tf32():
+    """AMD's GPUs multiply float32 as it is, but for CDNA 3."""
+    return target_info.is_cuda() or target_info.is_hip_cdna3()
+
+
 @triton.jit
 def product(a, b, TYPE: tl.constexpr):
-    return tl.dot(operand(a, TYPE), operand(b, TYPE), input_precision="ieee" if TYPE == tl.float32 else "tf32")
+    return tl.dot(
+        operand(a, TYPE), operand(b, TYPE), input_precision="tf32" if TYPE == tl.float16 and has_tf32() else "ieee"
+    )
 
 
 @triton.jit
