@@ -143,7 +143,7 @@ def test_groups(architecture: str, group: str | None) -> None:
 
 
 def test_where_nothing_computes_every_kernel_says_why() -> None:
-    with pytest.raises(tw.Unsupported, match="cpu, numpy.*: it works in main memory and the arrays are on mps"):
+    with pytest.raises(tw.Unsupported, match=r"cpu, numpy.*: it works in main memory and the arrays are on mps"):
         dispatch.resolve("auto", PLAIN, Shape(1, 1, 1, 8, 8, 8, 8, device="mps"))
 
 

@@ -464,7 +464,7 @@ def test_auto_takes_what_was_built_where_nothing_else_is(monkeypatch: pytest.Mon
     for name in ("cuda", "triton"):
         monkeypatch.setattr(type(dispatch.kernel(name)), "unavailable", lambda self: "it is not installed")
     monkeypatch.setenv("TILEWISE_CACHE", str(tmp_path / "empty"))
-    with pytest.raises(tw.Unsupported, match="cute/forward_sm90.*: it needs cutlass"):
+    with pytest.raises(tw.Unsupported, match=r"cute/forward_sm90.*: it needs cutlass"):
         dispatch.resolve("auto", Attention(0.1, tw.causal()), shape)
     monkeypatch.setenv(library.FOLDER, str(tmp_path / "kernels"))
     assert dispatch.resolve("auto", Attention(0.1, tw.causal()), shape).name == "cute/forward_sm90"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,8 +178,14 @@ def _stand_for(name: str, target: Target) -> None:
     choices_linear.shared_memory = tuning.shared_memory
     tuning.processors = launch_decode.processors = call_linear.processors = lambda device: 132
     arguments._has_copy_engine = lambda device: target.copies
-    target_info.current_target = lambda: target.gpu
+    target_info.current_target = _builtin(lambda: target.gpu)
     launch_decode.starts_early = call_linear.starts_early = lambda device: target.copies
+
+
+def _builtin(function: Callable[[], GPUTarget]) -> Callable[[], GPUTarget]:
+    """One that kernels may ask while they are compiled."""
+    function.__triton_builtin__ = True  # type: ignore[attr-defined]
+    return function
 
 
 def _every_kernel(and_more: bool) -> None:
