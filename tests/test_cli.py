@@ -218,7 +218,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["plan", "--block", "0"], "--block: expected a size such as 128 or 64x128, got '0'"),
         (["plan", "--block", "1x2x3"], "--block"),
-        (["plan", "--arch", "sm_12"], "--arch: expected one of sm_75, sm_80"),
+        (["plan", "--arch", "sm_12"], "--arch: expected one of sm_70, sm_75"),
         (["plan", "--n", "-1"], "--n: expected at least 0, got -1"),
         (["plan", "--heads", "6", "--heads-k", "4"], "--heads-k: expected a divisor of --heads 6, got 4"),
         (["plan", "--n", "1000000", "--block", "1"], "--block: 1 x 1 makes 1000000 x 1000000 tiles"),
@@ -292,6 +292,7 @@ def test_warmup_compiles_once(capsys: pytest.CaptureFixture[str], compiled: list
     assert code == 0
     assert sorted(compiled) == ["forward_sm90 sm_90a"] * 4 + ["tiled sm_80"] * 2
     assert "full, bfloat16, d 64, n 512, sm_90a: forward_sm90, 0.0 s" in out
+    assert "sm_80, bfloat16: auto takes triton" in out and "sm_90a, bfloat16: auto" not in out
     assert "kernels that are ready: 6 (6 compiled now, 0 shipped with Tilewise)" in out
     _, out, _ = _run(capsys, *asked)
     assert len(compiled) == 6

@@ -39,8 +39,8 @@ def table_of(device: str, about: str) -> str:
 
 def _choice(device: str, purpose: Purpose, dtype: str) -> dispatch.Choice:
     """Of a call of any size: batches and lengths do not decide."""
-    sizes = {"batch": 1, "heads": 8, "heads_k": 8, "n_q": 128, "n_k": 128, "d": HEAD_DIM, "d_v": HEAD_DIM}
-    shape = Shape(**sizes, dtype=dtype, device=device, backward=purpose is Purpose.BACKWARD)
+    backward = purpose is Purpose.BACKWARD
+    shape = Shape(1, 8, 8, 128, 128, HEAD_DIM, HEAD_DIM, dtype, device, backward=backward)
     return dispatch.choice("auto", Attention(1.0), shape, purpose)
 
 

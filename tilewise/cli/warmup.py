@@ -15,6 +15,7 @@ from tilewise import validate
 from tilewise.arrays import BFLOAT16
 from tilewise.bench.machine import import_torch
 from tilewise.bench.problem import VARIANTS, Cell
+from tilewise.choosing import Purpose, order
 from tilewise.cli import UserError
 from tilewise.cli.bench_options import names, several, whole
 from tilewise.cli.terminal import progress
@@ -38,6 +39,7 @@ class _Wanted(NamedTuple):
 
     source: Source
     arch: str
+    dtype: str
     about: str
 
 
@@ -64,12 +66,16 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     wanted = list(_wanted(args))
+    for arch, dtype in dict.fromkeys((x.arch, x.dtype) for x in wanted):
+        first = order(arch.removesuffix("a"), dtype, Purpose.FORWARD)[0]
+        if not first.startswith("cuda"):
+            print(f"{arch}, {dtype}: auto takes {first}, which compiles when first called; these are for kernel='cuda'")
     missing = [x for x in wanted if compiler.prebuilt(x.source, x.arch) is None]
     reason = compiler.without_nvrtc() if missing else None
     if reason is not None:
         raise UserError(f"kernels to compile: {len(missing)} of {len(wanted)}, but {reason}")
     compiled = 0
-    for i, (source, arch, about) in enumerate(missing, start=1):
+    for i, (source, arch, _, about) in enumerate(missing, start=1):
         if compiler.kept(source, arch) is not None:
             continue
         progress(f"compiling {i} of {len(missing)}: {about}")
@@ -106,7 +112,7 @@ def _wanted(args: argparse.Namespace) -> Iterator[_Wanted]:
         for source in _sources(cell, d_v or d, capability, args.backward):
             if (source.text, arch) not in seen:
                 seen.add((source.text, arch))
-                yield _Wanted(source, arch, f"{variant}, {dtype}, d {d}, n {n}, {arch}")
+                yield _Wanted(source, arch, dtype, f"{variant}, {dtype}, d {d}, n {n}, {arch}")
 
 
 def _sources(cell: Cell, d_v: int, capability: tuple[int, int], backward: bool) -> list[Source]:

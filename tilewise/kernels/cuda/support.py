@@ -42,7 +42,9 @@ def unsupported(spec: Attention, shape: Shape, rung: str | None = None) -> str |
 def without_room(kernels: Iterable[Rung], spec: Attention, shape: Shape) -> str | None:
     """Why a block of the GPU cannot hold what these keep in shared memory."""
     room = gpus.room(gpus.architecture(shape.device))
-    for kernel in () if room is None else kernels:
+    if room is None:
+        return None
+    for kernel in kernels:
         tile = kernel.fitting(kernel.default_tile(spec, shape), shape)
         taken = int(kernel.constants(tile, shape)["SHARED_BYTES"])
         if taken > room:
