@@ -169,3 +169,28 @@ def test_doctor_tells_of_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[st
 def test_doctor_refuses_an_architecture_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--arch", "sm_12"]) == 2
     assert "--arch: expected one of sm_70, sm_75," in capsys.readouterr().err
+
+
+def test_doctor_tells_what_serves_each_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A100 and an H200, without Triton."""
+    torch = pytest.importorskip("torch")
+    missing = "it needs triton; pip install 'tilewise[triton]'"
+    fakes = {
+        "is_available": lambda: True, "device_count": lambda: 2,
+        "get_device_name": lambda device: {"cuda:0": "NVIDIA A100", "cuda:1": "NVIDIA H200"}[device],
+        "get_device_capability": lambda device: {"cuda:0": (8, 0), "cuda:1": (9, 0)}[device],
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(type(dispatch.kernel("triton")), "unavailable", lambda self: missing)
+    monkeypatch.setattr(type(dispatch.kernel("cute")), "unavailable", lambda self: "it needs cutlass")
+    monkeypatch.setattr(type(dispatch.kernel("cuda")), "unavailable", lambda self: None)
+    assert cli.main(["doctor"]) == 0
+    _, a100, h200 = (part.split("\n\n") for part in capsys.readouterr().out.split("\nGPU "))
+    assert a100[0] == "cuda:0, NVIDIA A100 (sm_80): kernels at head dimension 64"
+    assert [line.split() for line in a100[1].splitlines()[2:]] == [
+        ["forward", "cuda/tiled", "cuda/tiled"], ["backward", "cuda/tiled", "cuda/tiled"], ["decode", "cuda", "cuda"],
+    ]  # fmt: skip
+    assert "slow: forward in bfloat16 by cuda/tiled: it multiplies without tensor cores" in a100[2]
+    assert missing in a100[2]
+    assert h200[1].splitlines()[2].split() == ["forward", "cuda/forward_sm90", "cuda/tiled"]

@@ -17,7 +17,7 @@ from tilewise._version import __version__
 from tilewise.bench.machine import import_torch
 from tilewise.cli import served
 from tilewise.explanation import size
-from tilewise.kernels import disk
+from tilewise.kernels import disk, gpus
 from tilewise.kernels.cute import library as cute
 
 
@@ -93,7 +93,9 @@ def _gpus() -> str:
     if not torch.cuda.is_available():
         return "GPU: none that PyTorch can use; `tilewise doctor --arch sm_80` tells what one would take"
     devices = (f"cuda:{i}" for i in range(torch.cuda.device_count()))
-    return "\n\n".join(served.table_of(x, f"GPU {x}, {torch.cuda.get_device_name(x)}") for x in devices)
+    return "\n\n".join(
+        served.table_of(x, f"GPU {x}, {torch.cuda.get_device_name(x)} ({gpus.architecture(x)})") for x in devices
+    )
 
 
 def _caches() -> Iterator[str]:
