@@ -14,6 +14,7 @@ from tilewise import arrays, dispatch
 from tilewise.kernels.cuda import CudaKernel
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.kernels.triton import TritonKernel
+from tilewise.linear import dispatch as linear
 from tilewise.spec import Attention, Tile
 
 torch = pytest.importorskip("torch")
@@ -165,5 +166,6 @@ def test_on_amds_gpus_triton_serves_and_nothing_made_for_nvidias(taken: Taken, m
     for name in ("cuda", "cute", "tilelang"):
         with pytest.raises(tw.Unsupported, match="computes on NVIDIA's; kernel='triton' serves AMD's"):
             tw.attention(*_tensors(), kernel=name)
+    assert "serves AMD's" in (linear.kernel("tilelang").unavailable() or "")
     assert isinstance(_attention(*_tensors()), torch.Tensor)
     assert taken == [("triton", "forward")]

@@ -23,7 +23,7 @@ class Kernel:
     name = "tilelang"
 
     def unavailable(self) -> str | None:
-        return gpus.none_here()
+        return gpus.for_amd() or gpus.none_here()
 
     def unsupported(self, shape: Shape) -> str | None:
         away = gpus.elsewhere(shape)
