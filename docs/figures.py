@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,12 +14,15 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 
 import tilewise as tw
+from tilewise.bench.plot_parts import DRAWN_FROM, digest
 from tilewise.expr import Expr
 from tilewise.picture import grid
 from tilewise.schedule import plan
 from tilewise.spec import Attention, Shape, Tile
 
 IMAGES = Path(__file__).parent / "images"
+RATES = IMAGES.parent.parent / "results" / "gpu" / "variants.json"  # what the first picture's bars are of
+BLUE, ORANGE, PALE = "#2f5d8a", "#e0a030", "#eceff4"
 N = 32
 RNG = np.random.default_rng(3)
 IDS = np.repeat([0, 1, 2], [12, 8, 12])
@@ -83,7 +88,63 @@ def draw_plans() -> None:
     figure.savefig(IMAGES / "plans.png", dpi=80)
 
 
+def draw_overview() -> None:
+    """README's picture: an expression, the tiles it leaves, and how fast such variants are."""
+    results = json.loads(RATES.read_text())
+    figure, (left, middle, right) = plt.subplots(
+        1, 3, figsize=(12, 3.9), width_ratios=(1, 1, 1.9), layout="constrained"
+    )
+    _draw_mask(left)
+    _draw_tiles(middle)
+    _draw_speeds(right, results)
+    figure.savefig(IMAGES / "overview.png", dpi=100, metadata={DRAWN_FROM: digest(results)})
+
+
+def _sliding(window: int, first: int) -> Expr:
+    return tw.causal() & ((tw.Q - tw.K < window) | (tw.K < first))
+
+
+def _draw_mask(axis: Any) -> None:
+    axis.imshow(grid(_sliding(6, 2), 20, 20), cmap=ListedColormap([PALE, BLUE]), vmin=0, vmax=1)
+    axis.set_title("1. Write a mask as an expression\ncausal() & ((Q - K < 6) | (K < 2))", fontsize=10)
+    axis.set(xlabel="keys", ylabel="queries", xticks=[], yticks=[])
+
+
+def _draw_tiles(axis: Any) -> None:
+    n = 4096
+    made = plan(Attention(1.0, _sliding(1024, 4)), Shape(1, 1, 1, n, n, 64, 64), Tile(256, 256))
+    axis.imshow(made.kinds(), cmap=ListedColormap([PALE, ORANGE, BLUE]), vmin=0, vmax=2)
+    left = made.flops / made.flops_naive
+    axis.set_title(f"2. Tilewise skips the empty tiles\nn = {n}: {left:.0%} of the work is left", fontsize=10)
+    axis.set(xticks=[], yticks=[], xlabel="pale: skipped, orange: masked, blue: full")
+
+
+def _draw_speeds(axis: Any, results: dict[str, Any]) -> None:
+    """At d 128 and the longest n. A peer that has the variant wrong, or not at all, has no bar."""
+    n = max(r["n"] for r in results["records"])
+    chosen = [r for r in results["records"] if (r["d"], r["n"], r["status"]) == (128, n, "ok")]
+    variants = list(dict.fromkeys(r["variant"] for r in chosen))
+    bars = {"tilewise cuda": ("Tilewise", "#c2410c"), "FlexAttention": ("FlexAttention", "#94a3b8")}
+    bars["FlashAttention-4"] = ("FlashAttention-4", "#15803d")
+    for i, (contestant, (label, colour)) in enumerate(bars.items()):
+        speeds = {r["variant"]: r["tflops"] for r in chosen if r["contestant"] == contestant}
+        places = [variants.index(name) + 0.27 * (i - 1) for name in speeds]
+        drawn = axis.bar(places, list(speeds.values()), width=0.25, color=colour, label=label)
+        axis.bar_label(drawn, fmt="%.0f", fontsize=8)
+    axis.set_xticks(range(len(variants)), [name.replace(" ", "\n") for name in variants])
+    axis.set_ylim(0, 1.2 * max(r["tflops"] for r in chosen))  # room for the legend
+    axis.set_ylabel("TFLOP/s")
+    gpu = results["machine"]["gpu"].removeprefix("NVIDIA ")
+    axis.set_title(
+        f"3. One expression, a fast kernel for each variant\n{gpu}, bfloat16, head dimension 128, n = {n}", fontsize=10
+    )
+    axis.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(exist_ok=True)
     draw_variants()
     draw_plans()
+    draw_overview()

@@ -18,7 +18,7 @@ from typing import Any
 if __name__ == "__main__":  # run from anywhere, beside this package
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from docs import support
+from docs import summary, support
 from docs.markdown import table
 from tilewise.bench import report, suite, targets
 from tilewise.bench.gpu import report as gpu_report
@@ -29,8 +29,8 @@ from tilewise.linear import bench_gpu as linear_gpu
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
-MEASURED = (ROOT / "README.md", ROOT / "docs" / "performance.md")  # pages that quote the suites' results
-PAGES = (*MEASURED, ROOT / "docs" / "linear.md", ROOT / "docs" / "support.md")
+README, PERFORMANCE = ROOT / "README.md", ROOT / "docs" / "performance.md"
+PAGES = (README, PERFORMANCE, *(ROOT / "docs" / f"{name}.md" for name in ("backends", "linear", "support")))
 
 _MARKS = {True: "✓", False: "✗", None: ""}
 Record = dict[str, Any]
@@ -279,6 +279,11 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     ),
     "gpu-training-picture": picture("gpu", "training", "Loss of both"),
     "numpy": numpy_table,
+    "comparisons": summary.comparisons,
+    "machines": summary.machines,
+    "matrix": summary.matrix,
+    "status": summary.status,
+    "backends": summary.backends,
     "support-by-shape": lambda results, page: support.by_shape(),
     "support-by-variant": lambda results, page: support.by_variant(),
     "support-by-kernel": lambda results, page: support.by_rung(),

@@ -75,6 +75,16 @@ def test_a_picture_shows_the_measured_rates() -> None:
     assert drawn_from == digest(measured_rates()), "gpu_kernel.png is older than results/gpu: run make pictures"
 
 
+def test_the_overview_shows_the_results() -> None:
+    image, _ = pytest.importorskip("PIL.Image"), pytest.importorskip("matplotlib")
+    from docs.figures import RATES
+
+    drawn_from = image.open(IMAGES / "overview.png").text.get(DRAWN_FROM)
+    assert drawn_from == digest(json.loads(RATES.read_text())), (
+        "overview.png is older than its results: run make pictures"
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_somewhere(page: Path) -> None:
     """To a file that is there, and to a heading of it; the docs to no page outside of the site."""
