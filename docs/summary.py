@@ -107,8 +107,8 @@ def _sdpa(results: Path) -> str:
     return (
         f"**SDPA on a GPU** (cuDNN): full and causal attention ran at {forward.mean} its speed forward, a training "
         f"step of a module at {step.span}. Stay with SDPA for small eager calls: a causal call on {launches[0]['n']} "
-        f"tokens keeps the host busy for {ours_us:.0f} µs here and {theirs_us:.0f} µs there, and our calls with "
-        "variants or gradients take longer."
+        f"tokens keeps the host busy for {ours_us:.0f} µs, SDPA's for {theirs_us:.0f} µs; variants or gradients cost "
+        "more."
     )
 
 
