@@ -107,8 +107,8 @@ def _sdpa(results: Path) -> str:
     return (
         f"**SDPA on a GPU** (cuDNN): full and causal attention ran at {forward.mean} its speed forward, a training "
         f"step of a module at {step.span}. Stay with SDPA for small eager calls: at our best, a repeated causal call "
-        f"on {launches[0]['n']} tokens keeps the host busy for {ours_us:.0f} µs, SDPA's for {theirs_us:.0f} µs; variants, "
-        "gradients and packed sequences take several times SDPA's host time."
+        f"on {launches[0]['n']} tokens keeps the host busy for {ours_us:.0f} µs, SDPA's for {theirs_us:.0f} µs; "
+        "variants, gradients and packed sequences take several times SDPA's host time."
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ from tests import fake_results, gpu_results
 from tilewise import dispatch
 from tilewise.bench import suite
 from tilewise.bench.gpu import suite as gpu_suite
+from tilewise.cases import Case
+from tilewise.kernels.cuda.rungs import RUNGS
+from tilewise.kernels.cuda.source import assembled
 
 ROOT = Path(__file__).parent.parent
 TEXT = tables.README.read_text()
@@ -76,12 +81,25 @@ def test_backends_without_results_have_no_row(measured: Path, tmp_path: Path) ->
     assert len(summary.backends(measured, tables.README).splitlines()) == 2 + 9
 
 
-def test_machines_that_are_said_to_compile_are_compiled() -> None:
+def _said_to_compile() -> set[str]:
+    return {arch for machine in summary.MACHINES if machine.status.startswith("compiled") for arch in machine.gpus}
+
+
+def test_triton_compiles_for_machines_that_are_said_to_compile() -> None:
     pytest.importorskip("triton")
     from tests.triton.test_compile import ARCHITECTURES
 
-    said = {arch for machine in summary.MACHINES if machine.status == summary.COMPILED for arch in machine.gpus}
-    assert said and said <= set(ARCHITECTURES)
+    assert _said_to_compile() - {"sm_75"} <= set(ARCHITECTURES)
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+@pytest.mark.parametrize("arch", sorted(_said_to_compile()))
+def test_cuda_compiles_for_machines_that_are_said_to_compile(arch: str, tmp_path: Path) -> None:
+    call, rung = Case("softcap, alibi", "several tiles", "float16").inputs().call(), RUNGS["tiled"]
+    source, _ = assembled(rung, call.spec, call.shape, rung.default_tile(call.spec, call.shape))
+    (tmp_path / "kernel.cu").write_text(source.text)
+    command = ["nvcc", "-std=c++17", f"-arch={arch}", "-cubin", "-o", "kernel.cubin", "kernel.cu"]
+    subprocess.run(command, cwd=tmp_path, check=True)
 
 
 def test_a_tick_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
