@@ -23,6 +23,12 @@ from tilewise.spec import Attention, Shape, Tile
 IMAGES = Path(__file__).parent / "images"
 RATES = IMAGES.parent.parent / "results" / "gpu" / "variants.json"  # what the first picture's bars are of
 BLUE, ORANGE, PALE = "#2f5d8a", "#e0a030", "#eceff4"
+KINDS = ListedColormap([PALE, ORANGE, BLUE])  # of tiles: EMPTY, PARTIAL, FULL
+CONTESTANTS = {  # of these bars: what they are called, and their colours
+    "tilewise cuda": ("Tilewise", "#c2410c"),
+    "FlexAttention": ("FlexAttention", "#94a3b8"),
+    "FlashAttention-4": ("FlashAttention-4", "#15803d"),
+}
 N = 32
 RNG = np.random.default_rng(3)
 IDS = np.repeat([0, 1, 2], [12, 8, 12])
@@ -52,7 +58,7 @@ def draw_variants() -> None:
     """Every named variant as an image: queries down, keys across."""
     figure, axes = plt.subplots(3, 4, figsize=(11, 9), layout="constrained")
     for axis, (title, expr) in zip(axes.flat, MASKS.items(), strict=False):
-        axis.imshow(grid(expr, N, N), cmap=ListedColormap(["#eceff4", "#2f5d8a"]), vmin=0, vmax=1)
+        axis.imshow(grid(expr, N, N), cmap=ListedColormap([PALE, BLUE]), vmin=0, vmax=1)
         axis.set_title(title, fontsize=11, family="monospace")
     for axis, (title, (expr, s)) in zip(axes.flat[len(MASKS) :], SCORES.items(), strict=True):
         axis.imshow(grid(expr, N, N, s=s), cmap="viridis")
@@ -78,7 +84,7 @@ def draw_plans() -> None:
     figure, axes = plt.subplots(1, 4, figsize=(11, 3.8), layout="constrained")
     for axis, (title, mask) in zip(axes, masks.items(), strict=True):
         made = plan(Attention(1.0, mask), Shape(1, 1, 1, n, n, 64, 64), tile)
-        axis.imshow(made.kinds(), cmap=ListedColormap(["#eceff4", "#e0a030", "#2f5d8a"]), vmin=0, vmax=2)
+        axis.imshow(made.kinds(), cmap=KINDS, vmin=0, vmax=2)
         axis.set_title(
             f"{title}\n{made.flops / made.flops_naive:.0%} of the operations", fontsize=10, family="monospace"
         )
@@ -113,30 +119,31 @@ def _draw_mask(axis: Any) -> None:
 def _draw_tiles(axis: Any) -> None:
     n = 4096
     made = plan(Attention(1.0, _sliding(1024, 4)), Shape(1, 1, 1, n, n, 64, 64), Tile(256, 256))
-    axis.imshow(made.kinds(), cmap=ListedColormap([PALE, ORANGE, BLUE]), vmin=0, vmax=2)
+    axis.imshow(made.kinds(), cmap=KINDS, vmin=0, vmax=2)
     left = made.flops / made.flops_naive
     axis.set_title(f"2. Tilewise skips the empty tiles\nn = {n}: {left:.0%} of the work is left", fontsize=10)
     axis.set(xticks=[], yticks=[], xlabel="pale: skipped, orange: masked, blue: full")
 
 
 def _draw_speeds(axis: Any, results: dict[str, Any]) -> None:
-    """At d 128 and the longest n. A peer that has the variant wrong, or not at all, has no bar."""
+    """At d 128 and the longest n: the variants that everyone has a right result for."""
     n = max(r["n"] for r in results["records"])
     chosen = [r for r in results["records"] if (r["d"], r["n"], r["status"]) == (128, n, "ok")]
-    variants = list(dict.fromkeys(r["variant"] for r in chosen))
-    bars = {"tilewise cuda": ("Tilewise", "#c2410c"), "FlexAttention": ("FlexAttention", "#94a3b8")}
-    bars["FlashAttention-4"] = ("FlashAttention-4", "#15803d")
-    for i, (contestant, (label, colour)) in enumerate(bars.items()):
-        speeds = {r["variant"]: r["tflops"] for r in chosen if r["contestant"] == contestant}
-        places = [variants.index(name) + 0.27 * (i - 1) for name in speeds]
-        drawn = axis.bar(places, list(speeds.values()), width=0.25, color=colour, label=label)
-        axis.bar_label(drawn, fmt="%.0f", fontsize=8)
+    speeds: dict[str, dict[str, float]] = {name: {} for name in CONTESTANTS}
+    for r in chosen:
+        speeds[r["contestant"]][r["variant"]] = r["tflops"]
+    variants = [name for name in speeds["tilewise cuda"] if all(name in found for found in speeds.values())]
+    for i, (contestant, (label, colour)) in enumerate(CONTESTANTS.items()):
+        places = [place + 0.27 * (i - 1) for place in range(len(variants))]
+        heights = [speeds[contestant][name] for name in variants]
+        axis.bar_label(axis.bar(places, heights, width=0.25, color=colour, label=label), fmt="%.0f", fontsize=8)
     axis.set_xticks(range(len(variants)), [name.replace(" ", "\n") for name in variants])
     axis.set_ylim(0, 1.2 * max(r["tflops"] for r in chosen))  # room for the legend
     axis.set_ylabel("TFLOP/s")
     gpu = results["machine"]["gpu"].removeprefix("NVIDIA ")
     axis.set_title(
-        f"3. One expression, a fast kernel for each variant\n{gpu}, bfloat16, head dimension 128, n = {n}", fontsize=10
+        f"3. One expression, a fast kernel for each variant\nForward on an {gpu}, bfloat16, head dimension 128, n = {n}",
+        fontsize=10,
     )
     axis.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
     for side in ("top", "right"):

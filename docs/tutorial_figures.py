@@ -13,7 +13,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
 import tilewise as tw
-from docs.figures import IMAGES
+from docs.figures import BLUE, IMAGES, KINDS, ORANGE, PALE
 from tilewise.bench.plot_parts import GREY, TEXT, new_figure, save
 from tilewise.explainer.timeline import Span, timeline
 from tilewise.lab import verify_memory_usage
@@ -22,9 +22,8 @@ from tilewise.schedule import plan
 from tilewise.softmax import State
 from tilewise.spec import Attention, Shape, Tile
 
-BLUE, ORANGE, RED, GREEN, PALE, WORKS = "#2f5d8a", "#e0a030", "#b91c1c", "#0f766e", "#eceff4", "#9db4cc"
+RED, GREEN, WORKS = "#b91c1c", "#0f766e", "#9db4cc"
 WIDTH, DPI = 5.6, 150
-KINDS = ListedColormap([PALE, ORANGE, BLUE])
 LIMITS = {"float16": (float(np.finfo(np.float16).max), ORANGE), "float32": (float(np.finfo(np.float32).max), RED)}
 RATES = IMAGES.parent.parent / "results" / "gpu" / "forward.json"
 
