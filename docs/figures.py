@@ -140,11 +140,9 @@ def _draw_speeds(axis: Any, results: dict[str, Any]) -> None:
     axis.set_xticks(range(len(variants)), [name.replace(" ", "\n") for name in variants])
     axis.set_ylim(0, 1.2 * max(r["tflops"] for r in chosen))  # room for the legend
     axis.set_ylabel("TFLOP/s")
-    gpu = results["machine"]["gpu"].removeprefix("NVIDIA ")
-    axis.set_title(
-        f"3. One expression, a fast kernel for each variant\nForward on an {gpu}, bfloat16, head dimension 128, n = {n}",
-        fontsize=10,
-    )
+    where = f"Forward on an {results['machine']['gpu'].removeprefix('NVIDIA ')}"
+    title = f"3. One expression, a fast kernel for each variant\n{where}, bfloat16, head dimension 128, n = {n}"
+    axis.set_title(title, fontsize=10)
     axis.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)

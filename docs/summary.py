@@ -230,7 +230,7 @@ def _beside(results: Path) -> Iterator[tuple[str, str, str, Ratios]]:
         found = (r for r in records(results, section) if r["variant"] != "bias")
         return ratios([r for r in found if name is None or r["contestant"] == f"tilewise {name}"], peer)
 
-    best = "the fastest of all"
+    best = "the fastest peer"
     yield "`cuda`", "forward", best, of("gpu/forward")
     yield "`cuda`", "gradients", best, of("gpu/gradients", name="cuda/forward_sm90")
     yield "`cuda/unordered`", "gradients", best, of("gpu/gradients", name="cuda/unordered")
