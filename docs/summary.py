@@ -6,6 +6,7 @@ The sentences stand here, their numbers in results/; tables.py puts both between
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tilewise.bench.table import geometric_mean
 
 Record = dict[str, Any]
 WIDTH = 120
+_OLDEST = {"Python": 'requires-python = "', "NumPy": '"numpy', "PyTorch": 'torch = \\["torch'}  # in pyproject.toml
 LONG = 4096  # keys from which on FlashAttention-4's gradients are ahead
 
 
@@ -244,4 +246,11 @@ def _beside(results: Path) -> Iterator[tuple[str, str, str, Ratios]]:
 
 
 def status(results: Path, page: Path) -> str:
-    return f"Version {__version__}, alpha: the API may still change ([CHANGELOG](CHANGELOG.md))."
+    """This version, and the oldest versions of what it needs, from pyproject.toml."""
+    project = (page.parent / "pyproject.toml").read_text()
+    oldest = {name: re.search(rf'{pattern}>=([\d.]+)"', project) for name, pattern in _OLDEST.items()}
+    needed = [f"{name} {found[1]}" for name, found in oldest.items() if found]
+    return (
+        f"Version {__version__}, alpha: the API may still change ([CHANGELOG](CHANGELOG.md)). "
+        f"It needs {', '.join(needed[:-1])} and, for tensors, {needed[-1]} or newer."
+    )

@@ -13,6 +13,7 @@ import pytest
 from docs import features, summary, tables
 from tests import fake_results, gpu_results
 from tilewise import dispatch
+from tilewise._version import __version__
 from tilewise.bench import suite
 from tilewise.bench.gpu import suite as gpu_suite
 from tilewise.cases import Case
@@ -100,6 +101,12 @@ def test_cuda_compiles_for_machines_that_are_said_to_compile(arch: str, tmp_path
     (tmp_path / "kernel.cu").write_text(source.text)
     command = ["nvcc", "-std=c++17", f"-arch={arch}", "-cubin", "-o", "kernel.cubin", "kernel.cu"]
     subprocess.run(command, cwd=tmp_path, check=True)
+
+
+def test_versions_are_those_of_the_package() -> None:
+    told = summary.status(ROOT / "results", tables.README)
+    assert f"Version {__version__}, alpha" in told
+    assert re.search(r"It needs Python 3\.\d+, NumPy [\d.]+ and, for tensors, PyTorch [\d.]+ or newer\.$", told)
 
 
 def test_a_tick_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
