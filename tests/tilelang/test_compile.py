@@ -34,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bias": {"score": tw.bias(np.zeros((1, 4, 300, 300), np.float32), grad=True)},
     "bias of keys": {"score": tw.bias(np.zeros((1, 1, 1, 300), np.float32), grad=True)},
     "sinks": {"causal": True, "sinks": np.zeros(4, np.float32)},
+    "quotients": {"mask": (4 - tw.K // 8) % 4 < 2},
 }
 
 
@@ -105,6 +106,17 @@ def test_warpgroups_take_turns_when_they_compute(asked: Asked) -> None:
     waits, goes_on = ("tl::__sync_thread_partial(((((int)threadIdx.x) >> 7) + 7), 256)", "tl::__named_barrier_arrive")
     assert (computes.count(waits), computes.count(goes_on)) == (1, 1)
     assert (loads.count("__sync_thread_partial"), loads.count(goes_on)) == (0, 0)
+
+
+@needs_tilelang
+@pytest.mark.parametrize("kernel", ["forward", pytest.param("d_keys", marks=pytest.mark.slow)])
+def test_quotients_are_kept_from_tilelangs_simplifier(kernel: str) -> None:
+    """Which is wrong on negative ones: each is asked of a function beside the kernel, for what is its own."""
+    _, asked = Asked(kernel, "quotients").text()
+    text = compiler.source(asked, "sm_90a")
+    body = text.split("__global__")[-1]
+    assert "__forceinline__ int32_t tilewise_floor_remainder32(int32_t a, int32_t b)" in text
+    assert re.search(r"tilewise_floor_remainder32\(\(4 - tilewise_floor_quotient32\(.+, 8\)\), 4\) < 2", body)
 
 
 @needs_tilelang

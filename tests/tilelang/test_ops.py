@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
-from tests.cuda.test_ops import EXPRESSIONS, MASKS, SHAPE, check_condition, numpy_values, random_conditions
+from tests.cuda.test_ops import EXPRESSIONS, HUGE, MASKS, SHAPE, check_condition, numpy_values, random_conditions
+from tests.fuzzing.dice import Dice
 from tilewise import dispatch
 from tilewise.arrays import Array
-from tilewise.expr import Expr, H, K, Q, S, load
+from tilewise.expr import NK, NQ, B, Expr, H, K, Q, S, as_float, constant, load, maximum, minimum, where
 from tilewise.kernels.tilelang.build import Build, Variant, sources, told_of
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.spec import Attention, Tile
@@ -73,6 +76,49 @@ def test_random_expressions_are_numpys() -> None:
         s, values = _values(*part.values())
         for (name, mask), got in zip(part.items(), values, strict=True):
             check_condition(name, mask, got, s)
+
+
+# TileLang's simplifier (0.1.15) made other numbers of these, or of a comparison with them.
+_NEGATIVE_QUOTIENTS = [
+    (4 - K // 8) % 4, -(K // 5) % 2, -(H % 2) % 4, -(K // 5) // 2, minimum(-(K // 5), 3) % 4, K // -2 % 16 // -4,
+    -(load(HUGE, H) // 5) % 2, (Q - K) // (K - 9) % 3, Q // (K - K) - Q % (K - K),
+]  # fmt: skip
+
+
+@needs_tilelang
+def test_quotients_of_negative_quotients_are_numpys() -> None:
+    terms = [as_float(term) for term in _NEGATIVE_QUOTIENTS] + [term < 2 for term in _NEGATIVE_QUOTIENTS]
+    _check_equal(terms)
+
+
+@needs_tilelang
+@pytest.mark.parametrize("seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (7, 8, 9))])
+def test_random_whole_numbers_are_numpys(seed: int) -> None:
+    _check_equal(list(_random_whole_numbers(Dice(seed), 250)))
+
+
+def _check_equal(terms: list[Expr]) -> None:
+    s, values = _values(*terms)
+    wrong = [repr(x) for x, got in zip(terms, values, strict=True) if not np.array_equal(got, numpy_values(x, s))]
+    assert not wrong
+
+
+def _random_whole_numbers(dice: Dice, count: int) -> Iterator[Expr]:
+    """Quotients, remainders and what may stand around them, as numbers or compared."""
+    for _ in range(count):
+        term, other = _whole_number(dice, 3), dice.one_of([constant(dice.between(-3, 4)), _whole_number(dice, 2)])
+        yield dice.one_of([as_float(term), term < other, term <= other, term == other])
+
+
+def _whole_number(dice: Dice, depth: int) -> Expr:
+    if depth == 0 or dice.below(12) == 0:
+        return dice.one_of([K, Q, K, Q, H, NK, NQ, B, constant(dice.between(-9, 9))])
+    a, b = _whole_number(dice, depth - 1), _whole_number(dice, depth - 1)
+    divisor = constant(dice.one_of([2, 3, 4, 5, 8, 16, -1, -2, -3, -4, 1])) if dice.below(6) or b.op == "const" else b
+    return dice.one_of([
+        a // divisor, a % divisor, a // divisor, a % divisor, -a, abs(a), a + b, a - b, a * dice.between(-4, 4),
+        minimum(a, b), maximum(a, b), where(a < b, a, _whole_number(dice, depth - 1)),
+    ])  # fmt: skip
 
 
 def test_a_new_array_of_the_same_kind_compiles_nothing() -> None:

@@ -26,6 +26,23 @@ _NVCC_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 # What a library tells of the arguments of `call`, in their order.
 _SIGNATURE = 'extern "C" const char* tilewise_signature() {{ return "{}"; }}\n'
 
+# Quotients and remainders of whole numbers as NumPy has them: floored, and 0 if divided by 0 (ops.py).
+WHOLE_NUMBERS = "tilewise_floor"
+_WHOLE_NUMBERS = """\
+#include <stdint.h>
+{kind} {type} tilewise_floor_quotient{suffix}({type} a, {type} b) {{
+  if (b == 0) return 0;
+  if (b == -1) return ({type})(0 - (u{type})a);  // of the least number a quotient would not fit
+  const {type} quotient = a / b;
+  return quotient - (a % b != 0 && (a < 0) != (b < 0));
+}}
+{kind} {type} tilewise_floor_remainder{suffix}({type} a, {type} b) {{
+  if (b == 0 || b == -1) return 0;
+  const {type} rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}}
+"""
+
 
 class CompileError(RuntimeError):
     """TileLang or a compiler refuses a kernel, in its own words."""
@@ -95,7 +112,13 @@ def source(kernel: Any, target: str) -> str:
     wrapper.assign_host_module(lowered.host_mod)
     wrapper.assign_device_module(lowered.device_mod)
     text: str = wrapper.wrap(lowered.kernel_source)
-    return text
+    return _whole_numbers(target) + text
+
+
+def _whole_numbers(target: str) -> str:
+    """TileLang's C target declares what it calls, as C's."""
+    kind = 'extern "C" inline' if target == C else "static __device__ __forceinline__"
+    return "".join(_WHOLE_NUMBERS.format(kind=kind, type=f"int{bits}_t", suffix=bits) for bits in (32, 64))
 
 
 def as_target(target: str) -> Any:
