@@ -355,6 +355,37 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "lengths not from 0": (lambda: packed((1, 6), (0, 7)), ValueError, ["lengths_q:", "from 0 to 6", "1"]),
     "lengths of a wrong end": (lambda: packed((0, 6), (0, 8)), ValueError, ["lengths_k:", "from 0 to 7", "8"]),
     "lengths short": (lambda: packed((0, 5), (0, 7)), ValueError, ["lengths_q:", "to 6", "5"]),
+    "lengths that wrap around": (
+        lambda: packed(np.array([0, 2**63 - 1, -(2**63), -1, 6]), (0, 1, 2, 3, 7)),
+        ValueError,
+        ["lengths_q:", "rise from 0 to 6", "9223372036854775807"],
+    ),
+    "lengths of keys that wrap around": (
+        lambda: packed((0, 1, 2, 3, 6), np.array([0, 2**63 - 1, -(2**63), -1, 7])),
+        ValueError,
+        ["lengths_k:", "rise from 0 to 7"],
+    ),
+    "lengths of 8 bits": (
+        lambda: packed(np.array([0, 127, -128, 6], np.int8), (0, 1, 2, 7)),
+        ValueError,
+        ["lengths_q:", "127 -128"],
+    ),
+    "lengths of unsigned 8 bits": (
+        lambda: packed(np.array([0, 255, 6], np.uint8), (0, 1, 7)),
+        ValueError,
+        ["lengths_q:", "255"],
+    ),
+    "lengths of unsigned 64 bits": (
+        lambda: packed(np.array([0, 2**64 - 1, 6], np.uint64), (0, 1, 7)),
+        ValueError,
+        ["lengths_q:", "int64", "uint64"],
+    ),
+    "lengths beyond 64 bits": (lambda: packed([0, 2**70, 6], (0, 1, 7)), ValueError, ["lengths_q:", "integers"]),
+    "lengths of a tensor that wrap around": (
+        lambda: packed(torch.tensor([0, 2**63 - 1, -(2**63), -1, 6]), (0, 1, 2, 3, 7)),
+        ValueError,
+        ["lengths_q:", "rise from 0 to 6"],
+    ),
     "lengths float": (lambda: packed(np.array([0.0, 6.0]), (0, 7)), ValueError, ["lengths_q:", "integers", "float64"]),
     "lengths 2-D": (lambda: packed(np.array([[0, 6]]), (0, 7)), ValueError, ["lengths_q:", "1-D", "(1, 2)"]),
     "lengths a number": (lambda: packed(6, (0, 7)), ValueError, ["lengths_q:", "1-D"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -16,8 +17,12 @@ import pytest
 import tilewise as tw
 from tests.conformance.paths import forced, paths
 from tilewise import arrays, dispatch
+from tilewise.expr import H, K, Q, load, maximum, minimum, where
+from tilewise.kernels.cpu import library, structs
 from tilewise.kernels.cpu.marshal import Marshal
+from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.spec import Attention, Grads, Shape, Tile
+from tilewise.walking import evaluate
 
 ROOT = Path(__file__).parent.parent
 REASON = dispatch.kernel("cpu").unavailable()
@@ -53,6 +58,92 @@ def test_every_float16_is_read_as_the_number_it_is(path: str, dtype: str, layout
     q, k, v = (np.random.default_rng(0).standard_normal((1, 1, n, 8)).astype(dtype) for n in (252, 251, 251))
     one, other = (tw.attention(q, k, v, score=tw.bias(b), kernel="cpu") for b in (held, numbers.astype(np.float32)))
     assert np.array_equal(one, other)
+
+
+# -- integers ---------------------------------------------------------------------------------------------------------
+
+HASH = 0x9E3779B97F4A7C15 - 2**64
+IDS = np.array([-(2**63), HASH, HASH + 2**32, HASH + 1, 7, 2**53, 2**53 + 1, 2**63 - 1] * 9)
+QUERY, KEY = load(IDS, Q), load(IDS, K)
+WIDE = {
+    "same": QUERY == KEY,
+    "other": QUERY != KEY,
+    "order": (QUERY < KEY) | (KEY >= 2**31 - 1),
+    "one for all": load(IDS, K) == load(IDS[1:2], H * 0),
+    "by an index": load(IDS, load(np.argsort(IDS), K)) <= QUERY,
+    "an id as an index": load(IDS, KEY) == 2**31 - 1,
+    "choices": where(Q > K, QUERY, KEY) > 3,
+    "extremes": (minimum(KEY, Q) > -3) & (maximum(QUERY, K) < 2**30),
+    "sums": (QUERY + K) % 7 < 3,
+    "quotients": abs(QUERY // 3 - K) > 2**30,
+    "products": -KEY * 3 - QUERY > 0,
+    "divided by -1": QUERY // -1 < 0,
+    "divided by 0": KEY // (Q - Q) + KEY % (Q - Q) == 0,
+    "as a float": KEY * 1.0 > 0.5,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("name", WIDE)
+@pytest.mark.filterwarnings("ignore:.*encountered")  # NumPy's, of products that wrap around
+def test_integers_of_arrays_have_64_bits(path: str, name: str, dtype: str) -> None:
+    n, h, q = len(IDS), 2, np.random.default_rng(0).standard_normal((1, 2, len(IDS), 16)).astype(dtype)
+    env = {"B": 0, "H": np.arange(h)[:, None, None], "Q": np.arange(n)[:, None], "K": np.arange(n)}
+    holds = np.broadcast_to(evaluate(WIDE[name], env, numpy_ops(np.float32)), (h, n, n))
+    expected = {"mask": tw.dense(holds), "score": tw.S + tw.load(np.where(holds, 1.5, -0.5), H, Q, K)}
+    for kind, given in {"mask": WIDE[name], "score": tw.S + where(WIDE[name], 1.5, -0.5)}.items():
+        one, other = ({kind: x, "kernel": "cpu", "return_lse": True} for x in (given, expected[kind]))
+        _check_alike(tw.attention(q, q, q, **one), tw.attention(q, q, q, **other))
+        grads = [tw.attention_vjp(q, q, q, **{kind: x[kind]}, kernel="cpu")[1](q) for x in (one, other)]
+        _check_alike(*((x.q, x.k, x.v) for x in grads))
+
+
+@pytest.mark.parametrize("name", ["one for all", "an id as an index", "as a float"])
+def test_decoding_reads_integers_of_64_bits(path: str, name: str) -> None:
+    """One query has kernels of its own."""
+    q = np.random.default_rng(0).standard_normal((1, 2, len(IDS), 16)).astype(np.float32)
+    for options in ({"mask": WIDE[name]}, {"score": tw.S + where(WIDE[name], 1.5, -0.5)}):
+        every, last = (tw.attention(x, q, q, **options, kernel="cpu") for x in (q, q[:, :, -1:]))
+        _check_alike([last], [every[:, :, -1:]])
+
+
+def _check_alike(found: Any, wanted: Any) -> None:
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x.astype(np.float64), y.astype(np.float64), rtol=2e-3, atol=2e-3)
+
+
+def test_integers_of_32_bits_take_no_more() -> None:
+    """Which is faster; what decides are the numbers, not their type."""
+    q = np.zeros((1, 1, 8, 8), np.float32)
+    for ids, wide in ((np.arange(8), False), (np.arange(8) + 2**31, True), (np.arange(8) + 2**31 - 8, False)):
+        spec = Attention(1.0, mask=load(ids, Q) == load(ids, K))
+        assert Marshal(spec, Shape.of(spec, q, q, q), Tile()).is_wide(spec.mask) == wide
+
+
+def test_an_index_may_be_the_largest_integer(path: str) -> None:
+    """What is added to it would leave 32 bits, which the sanitizers tell."""
+    q, row = np.ones((1, 1, 40, 8), np.float32), np.arange(40, dtype=np.float32)
+    out = tw.attention(q, q, q, score=tw.S + load(row, where(K < 0, K, 2**31 - 1)), kernel="cpu", return_lse=True)
+    np.testing.assert_allclose(out[1], 39 + np.log(40) + np.sqrt(8), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [(-1, 4), (2, 9), (0, 2**63 - 1), (2**63 - 1, 2**63 - 1), (3, -1)], ids=str)
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_the_engine_takes_no_callers_word_for_rows(name: str, rows: tuple[int, int]) -> None:
+    """Whoever checked before: sequences outside the arrays are refused, and nothing is read or written."""
+    q = np.ones((1, 1, 8, 16), np.float32)
+    spec = Attention(1.0)
+    out, lse = np.zeros_like(q), np.zeros(q.shape[:3], np.float32)
+    marshal = Marshal(spec, Shape.of(spec, q, q, q), Tile(4, 4))
+    call = marshal.forward(q, q, q, out, lse)
+    sequence = structs.Sequence.from_address(call.sequences)
+    setattr(sequence, f"{name}_begin", rows[0])
+    setattr(sequence, f"n_{name}", rows[1])
+    backward = structs.BackwardCall(call, *(marshal.array(x) for x in (q, lse, q, q, q)), slope_at=-1)
+    for function, given in (("tilewise_forward", call), ("tilewise_backward", backward)):
+        with pytest.raises(ValueError, match="lengths: expected sequences within the arrays"):
+            library.call(function, ctypes.byref(given))
+    assert not out.any()
 
 
 # -- in place ---------------------------------------------------------------------------------------------------------

@@ -8,10 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import tilewise as tw
-from tests.strategies import SMALL, bool_exprs, dense_env, float_exprs, int_exprs, profile
+from tests.expressions import Expressions
+from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, SMALL, bool_exprs, dense_env, float_exprs, int_exprs, profile
 from tilewise import arrays
 from tilewise import expr as ex
-from tilewise.expr import H, K, Q, S
+from tilewise.expr import H, K, Loaded, Q, S
 from tilewise.intervals import INTERVAL_OPS, SCORE
 from tilewise.kernels.numpy.ops import numpy_ops
 from tilewise.walking import evaluate
@@ -73,6 +74,38 @@ def test_bounds_of_floats(expr, tile, dtype):
 @example(abs(tw.where(Q < 5, 0.0, 1.0) / tw.where(K < 5, 0.0, 1.0)) >= 0.0, (4, 4), np.float64)
 def test_conditions_are_never_wrong(expr, tile, dtype):
     assert_sound(expr, tile, dtype)
+
+
+@st.composite
+def conditions_on_ids(draw, depth=3):
+    """Over integers of 64 bits: what leaves those wraps around."""
+    below = draw(st.randoms(use_true_random=False)).randrange
+    pools = {"int": IDS, "float": FLOAT_ARRAYS, "bool": BOOL_ARRAYS}
+    drawn = Expressions(below, lambda kind: Loaded(drawn.one_of(pools[kind])))
+    return drawn.one_of([ex.Expr.__eq__, ex.Expr.__lt__, ex.Expr.__le__])(drawn.integer(depth), drawn.load("int", 1))
+
+
+HASH = 0x9E3779B97F4A7C15 - 2**64
+_EXTREMES = [-(2**63), -(2**63) + 1, HASH, HASH + 2**32, 2**53, 2**53 + 1, 2**63 - 1, 2**62, -1, 0, 1, 2**31]
+IDS = [np.array(_EXTREMES), np.sort(_EXTREMES), np.array([2**63 - 1, 2**63 - 2]), np.array(-(2**63))]
+
+
+@profile(500)
+@given(conditions_on_ids(), TILES)
+@example(tw.load(IDS[2], Q % 2) == tw.load(IDS[2], K % 2), (1, 1))
+@example(tw.load(IDS[0], Q) - tw.load(IDS[0], K) < 5, (3, 2))
+@example(tw.load(IDS[0], Q) // -1 < 0, (1, 1))
+@example(-tw.load(IDS[0], Q) < 0, (1, 1))
+@example(abs(tw.load(IDS[0], Q)) >= 0, (1, 1))
+@example(3 * tw.load(IDS[0], Q) > tw.load(IDS[0], K), (3, 2))
+def test_conditions_on_integers_of_64_bits_are_never_wrong(expr, tile):
+    assert_sound(expr, tile)
+
+
+def test_ids_that_are_one_number_as_floats_are_told_apart():
+    lo, hi = bounds(tw.load(IDS[2], Q % 2) == tw.load(IDS[2], K % 2), (1, 1))
+    assert np.array_equal(lo, hi)
+    assert np.array_equal(lo[0, 0, :2, :2], np.eye(2, dtype=bool))
 
 
 @pytest.mark.slow

@@ -58,6 +58,20 @@ def _ids(rng: Rng, *shape: int) -> Array:
     return np.sort(rng.integers(0, 4, shape), axis=-1).astype(np.int32)
 
 
+_HASH = 0x9E3779B97F4A7C15 - 2**64
+_HASHES = np.array([-(2**63), _HASH, _HASH + 1, _HASH + 2**32, 7, 2**53, 2**53 + 1, 2**63 - 1])
+
+
+def _hashes(rng: Rng, *shape: int) -> Array:
+    """Ids of 64 bits: some differ in the upper half alone, others are one number as floats."""
+    return _HASHES[np.sort(rng.integers(0, len(_HASHES), shape), axis=-1)]
+
+
+def _hashed_score(q_ids: Array, k_ids: Array) -> Options:
+    query, key = ex.load(q_ids, Q), ex.load(k_ids, K)
+    return {"mask": query >= key, "score": ex.where(query == key, S, S - 2.0)}
+
+
 def _masked_bias(rng: Rng, s: Shape) -> Array:
     values = _normal(rng, s.heads, s.n_q, s.n_k)
     values[..., s.n_k // 2 :] = -np.inf
@@ -89,6 +103,8 @@ VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
     "prefix": lambda rng, s: {"mask": causal() | prefix(11)},
     "document": lambda rng, s: {"mask": document(_ids(rng, s.n_q), _ids(rng, s.n_k))},
     "document per batch": lambda rng, s: {"mask": document(_ids(rng, s.batch, s.n_q), _ids(rng, s.batch, s.n_k))},
+    "document of hashes": lambda rng, s: {"mask": document(_hashes(rng, s.n_q), _hashes(rng, s.n_k))},
+    "order of hashes": lambda rng, s: _hashed_score(_hashes(rng, s.n_q), _hashes(rng, s.n_k)),
     "dilated": lambda rng, s: {"mask": dilated(3)},
     "dense": lambda rng, s: {"mask": dense(rng.random((s.n_q, s.n_k)) < 0.3)},
     "dense per head": lambda rng, s: {"mask": rng.random((s.batch, s.heads, s.n_q, s.n_k)) < 0.3},
@@ -154,6 +170,9 @@ PACKED_VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
         ),
     },
     "packed ids": lambda rng, s: {"mask": ex.load(_ids(rng, s.n_q), ex.QP) == ex.load(_ids(rng, s.n_k), ex.KP)},
+    "packed hashes": lambda rng, s: {
+        "mask": ex.load(_hashes(rng, s.n_q), ex.QP) == ex.load(_hashes(rng, s.n_k), ex.KP)
+    },
     "bias by sequence": lambda rng, s: {"score": S + ex.load(_normal(rng, s.batch), B, grad=True)},
     "bias of pairs": lambda rng, s: {
         "score": S + ex.load(_normal(rng, s.heads, s.n_q + 1, s.n_k + 1), H, Q, K, grad=True)

@@ -3,6 +3,9 @@
 A number is (lo, hi), both inclusive, arrays over a grid of tiles (batch, heads, query tiles, key tiles), broadcast. A
 condition is the same over {False, True}: (holds everywhere, holds somewhere). NaN bounds mean "unknown"; comparisons
 are written so that unknown never proves anything. A wrong bound is a wrong answer, so float bounds widen outward.
+
+Bounds of integers stay integers of 64 bits, since float64 would take two ids beyond 2^53 for one. What may leave 64
+bits wraps around in kernels, and so may be any integer.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ FLOAT_MAX = float(np.finfo(np.float32).max)
 SCORE: Interval = (np.asarray(-(2.0**120)), np.asarray(2.0**120))  # S: finite, with room for what a variant adds
 ARITHMETIC_ERROR = 2.0**-20  # a few roundings of float32
 FUNCTION_ERROR = 2.0**-8  # the fast exp and tanh of GPUs
+_LEAST, _MOST = np.iinfo(np.int64).min, np.iinfo(np.int64).max  # an integer that may be any
+_SURELY_64_BITS = 2.0**62  # integers of 64 bits hold this, though it was computed in floats
 _COARSE = 16  # long 1-D arrays are summarised by this many entries at a time
 
 
@@ -56,6 +61,28 @@ def _arithmetic(bounds: Any) -> Any:
         return _widen((lo, hi), ARITHMETIC_ERROR) if _is_float(lo, hi) else (lo, hi)
 
     return apply
+
+
+def _within_64_bits(bounds: Any) -> Any:
+    """An operation on bounds whose integers may leave 64 bits, if operands do not fit 32."""
+
+    def apply(*args: Interval) -> Interval:
+        with np.errstate(over="ignore"):
+            lo, hi = bounds(*args)
+        if _is_float(lo, hi) or all(np.min(a[0]) >= -(2**31) and np.max(a[1]) <= 2**31 for a in args):
+            return lo, hi
+        near = bounds(*((np.asarray(a[0], np.float64), np.asarray(a[1], np.float64)) for a in args))
+        return _any_integer(~((near[0] > -_SURELY_64_BITS) & (near[1] < _SURELY_64_BITS)), (lo, hi))
+
+    return apply
+
+
+def _any_integer(unknown: Any, bounds: Interval) -> Interval:
+    return np.where(unknown, _LEAST, bounds[0]), np.where(unknown, _MOST, bounds[1])
+
+
+def _negated(a: Interval) -> Interval:
+    return -a[1], -a[0]
 
 
 def _unless(unknown: Any, bounds: Interval) -> Interval:
@@ -101,7 +128,8 @@ def _floordiv(a: Interval, b: Interval) -> Interval:
     zero = (b[0] <= 0) & (b[1] >= 0)
     only_zero = (b[0] == 0) & (b[1] == 0)
     lo, hi = np.where(zero, np.minimum(lo, 0), lo), np.where(zero, np.maximum(hi, 0), hi)
-    return np.where(only_zero, 0, lo), np.where(only_zero, 0, hi)
+    lo, hi = np.where(only_zero, 0, lo), np.where(only_zero, 0, hi)
+    return _any_integer(a[0] == _LEAST, (lo, hi))  # the least integer divided by -1 wraps around
 
 
 def _mod(a: Interval, b: Interval) -> Interval:
@@ -167,6 +195,13 @@ def _const(value: bool | int | float) -> Interval:
     return bounds if exact else _widen(bounds, ARITHMETIC_ERROR)
 
 
+_UNKNOWN: dict[str, Interval] = {
+    "bool": (np.asarray(False), np.asarray(True)),
+    "int": (np.asarray(_LEAST), np.asarray(_MOST)),
+    "float": (np.asarray(np.nan), np.asarray(np.nan)),
+}
+
+
 def _load(slot: Loaded, *index: Interval) -> Interval:
     """The smallest and largest value the array has anywhere in the box that the indices span.
 
@@ -174,7 +209,7 @@ def _load(slot: Loaded, *index: Interval) -> Interval:
     """
     kind = arrays.value_kind(slot.array)
     if arrays.is_elsewhere(slot.array):
-        return (np.asarray(False), np.asarray(True)) if kind == "bool" else (np.asarray(np.nan), np.asarray(np.nan))
+        return _UNKNOWN[kind]
     array = arrays.as_numpy(slot.array)
     box = [_within(i, n) for i, n in zip(index, array.shape, strict=True)]
     lo, hi = _line(_comparable(array), box[0]) if array.ndim == 1 else _box(array, box)
@@ -289,14 +324,14 @@ INTERVAL_OPS: OpTable = {
     "const": _const,
     "load": _load,
     "float": lambda a: _widen(a, ARITHMETIC_ERROR),
-    "add": _arithmetic(_add),
-    "sub": _arithmetic(lambda a, b: _add(a, (-b[1], -b[0]))),
-    "mul": _arithmetic(_mul),
+    "add": _arithmetic(_within_64_bits(_add)),
+    "sub": _arithmetic(_within_64_bits(lambda a, b: _add(a, _negated(b)))),
+    "mul": _arithmetic(_within_64_bits(_mul)),
     "div": _arithmetic(_div),
     "floordiv": _arithmetic(_floordiv),
     "mod": _arithmetic(_mod),
-    "neg": lambda a: (-a[1], -a[0]),
-    "abs": _abs,
+    "neg": _within_64_bits(_negated),
+    "abs": _within_64_bits(_abs),
     "minimum": lambda a, b: (np.minimum(a[0], b[0]), np.minimum(a[1], b[1])),
     "maximum": lambda a, b: (np.maximum(a[0], b[0]), np.maximum(a[1], b[1])),
     "exp": _monotone(np.exp),

@@ -368,8 +368,8 @@ def check_integers(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> 
         expr.memo["fits"] = shape
 
 
-def overflow(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> str | None:
-    """An integer that the contents of loaded arrays could take beyond 32 bits, in words; None: there is none."""
+def beyond_32_bits(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> bool:
+    """Whether the contents of loaded arrays could take an integer of the expression beyond 32 bits."""
     unknown = np.asarray(np.nan)
 
     def load(slot: Loaded, *index: Any) -> Any:
@@ -378,8 +378,7 @@ def overflow(expr: Expr, shape: Shape, lengths: Lengths | None = None) -> str | 
         array = arrays.as_numpy(slot.array)
         return np.asarray(int(array.min())), np.asarray(int(array.max()))
 
-    beyond = _beyond_32_bits(expr, shape, lengths, load)
-    return None if beyond is None else f"the integer {beyond[0]!r} reaches {beyond[1]} with these arrays"
+    return _beyond_32_bits(expr, shape, lengths, load) is not None
 
 
 def _beyond_32_bits(

@@ -354,8 +354,8 @@ def as_lengths(name: str, lengths: Any) -> Any:
             raise TypeError(f"{name}: expected cumulative lengths [0, ..., total], got {lengths!r}") from None
     if arrays.kind_of(lengths) != "int" or len(lengths.shape) != 1 or lengths.shape[0] < 1:
         raise ValueError(
-            f"{name}: expected a 1-D array of integers [0, ..., total], got {arrays.dtype_name(lengths)} "
-            f"of shape {tuple(lengths.shape)}"
+            f"{name}: expected a 1-D array of integers [0, ..., total] ({', '.join(arrays.INT_DTYPES)}), "
+            f"got {arrays.dtype_name(lengths)} of shape {tuple(lengths.shape)}"
         )
     return lengths
 
@@ -363,7 +363,8 @@ def as_lengths(name: str, lengths: Any) -> Any:
 def cumulative(name: str, lengths: Any, rows: int, what: str) -> np.ndarray[Any, Any]:
     # Plans are made on the host, so lengths on a GPU are waited for.
     values = arrays.as_numpy(lengths.cpu() if arrays.is_torch(lengths) else lengths).astype(np.int64)
-    if values[0] != 0 or values[-1] != rows or np.any(np.diff(values) < 0):
+    # Neighbours are compared: a difference of two could leave 64 bits.
+    if values[0] != 0 or values[-1] != rows or np.any(values[1:] < values[:-1]):
         raise ValueError(
             f"{name}: expected cumulative lengths that rise from 0 to {rows} (the rows of {what}), "
             f"got {np.array2string(values, threshold=8)}"

@@ -56,6 +56,17 @@ def test_errors_of_sizes() -> None:
         pullback(Q, Q)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "numpy"])
+@pytest.mark.parametrize("library", ["NumPy", "PyTorch"])
+def test_lengths_whose_differences_wrap_around_are_refused(kernel: str, library: str) -> None:
+    q, lengths = np.ones((64, 2, 16), np.float32), np.array([0, 2**63 - 1, -(2**63), -1, 64])
+    if library == "PyTorch":
+        torch = pytest.importorskip("torch")
+        q, lengths = torch.from_numpy(q), torch.from_numpy(lengths)
+    with pytest.raises(ValueError, match="lengths: expected cumulative lengths that rise from 0 to 64"):
+        tw.linear_attention(q, q, q, lengths=lengths, kernel=kernel)
+
+
 def test_layouts() -> None:
     """A sequence alone, in a batch, with heads and packed are the same."""
     decay = np.log(RNG.uniform(0.5, 1, (2, 4, 9)))

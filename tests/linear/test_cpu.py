@@ -12,6 +12,8 @@ import tilewise as tw
 from tilewise.kernels.cpu import library
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
+from tilewise.linear.features import FEATURE_MAPS
+from tilewise.linear.spec import Linear, Problem
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 GATES = next(case for case in CASES if case.name == "gates, grouped heads")
@@ -50,6 +52,15 @@ def test_threads_do_not_change_bits() -> None:
     tw.set_num_threads(threads)
     for name, x in results[0].items():
         np.testing.assert_array_equal(results[1][name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("lengths", [(0, 9), (-1, 8), (0, 5, 3, 8), (0, 2**63 - 1, -(2**63), 8)], ids=str)
+def test_the_engine_takes_no_callers_word_for_lengths(lengths: tuple[int, ...]) -> None:
+    """Whoever checked before: rows outside the arrays are neither read nor written."""
+    q = np.ones((1, 2, 8, 16), np.float32)
+    spec = Linear(FEATURE_MAPS["elu"], lengths=np.array(lengths))
+    with pytest.raises(ValueError, match="lengths: expected sequences within the arrays"):
+        dispatch.kernel("cpu").forward(Problem(spec, q, q, q))
 
 
 def test_any_strides() -> None:

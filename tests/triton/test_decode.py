@@ -117,6 +117,34 @@ def test_appending_writes_what_indexing_writes(page: int | None) -> None:
 
 
 @needs_triton
+@pytest.mark.usefixtures("several_tiles")
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("lengths", [(-3, 70), (2**31 - 1, -(2**31)), (64, 0)], ids=str)
+def test_whatever_lengths_and_tables_hold_kernels_stay_within_the_cache(
+    lengths: tuple[int, int], page: int | None
+) -> None:
+    """They are numbers on a GPU, which nobody looks at before: around the cache lies what no result may have."""
+    from tilewise.kernels.triton.launch_decode import append
+
+    sizes = (2, 2, 64, 8) if page is None else (8, 2, page, 8)
+    around = [np.full((sizes[0] + 16, *sizes[1:]), np.nan, np.float32) for _ in "kv"]
+    k, v = (x[8:-8] for x in around)
+    k[...], v[...] = 1, 1
+    cache = tw.KVCache(k, v) if page is None else tw.PagedKVCache(k, v, batch=2, capacity=64)
+    new = np.ones((2, 2, 60, 8), np.float32)
+    cache.append(new, new, kernel="triton")
+    cache.lengths[:] = lengths
+    if page is not None:
+        cache.table[:] = [[-5, 9, 12, -1], [8, -8, 15, 0]]
+    out = tw.decode(np.ones((2, 4, 1, 8), np.float32), cache, kernel="triton")
+    assert np.isin(out, [0, 1]).all(), "of the cache every row is 1"
+    more = arrays.as_tensor(2 * new)
+    append(cache, more, more, np.array([60, 99], np.int32), None)
+    assert all(np.isnan(x[:8]).all() and np.isnan(x[-8:]).all() for x in around)
+    assert not np.isnan(k).any()
+
+
+@needs_triton
 def test_appended_and_asked_at_given_positions() -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, 2, 3, 8)).astype(np.float32) for _ in range(3))

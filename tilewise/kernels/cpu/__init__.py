@@ -5,14 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from tilewise import arrays, schedule
 from tilewise.kernels import host
 from tilewise.kernels.cpu import library
 from tilewise.kernels.cpu.backward import backward
 from tilewise.kernels.cpu.forward import forward
 from tilewise.kernels.cpu.structs import MAX_RANK
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
-from tilewise.walking import loads
 
 # Small tiles skip more; of a run of tiles the engine takes as many at a time as its caches hold.
 FORWARD_TILE = Tile(q=96, k=64)
@@ -32,11 +30,6 @@ class CpuKernel:
         for slot in spec.loaded:
             if len(slot.array.shape) > MAX_RANK:
                 return f"a loaded array has {len(slot.array.shape)} dimensions; it reads up to {MAX_RANK}"
-        for expr in spec.expressions:
-            if any(arrays.value_kind(slot.array) == "int" for slot in loads(expr)):
-                reason = schedule.overflow(expr, shape, spec.lengths)
-                if reason is not None:
-                    return f"its integers have 32 bits, and {reason}; compute it in floats (multiply by 1.0)"
         return None
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:

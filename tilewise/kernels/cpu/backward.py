@@ -88,8 +88,8 @@ class _Score(NamedTuple):
     reads: list[_Read]
 
 
-def _assemble(score: Expr, spec: Attention) -> _Score:
-    assembler = Assembler()
+def _assemble(score: Expr, spec: Attention, wide: bool) -> _Score:
+    assembler = Assembler(wide)
     at = assembler.add(score).number
     slopes = score_slopes(spec)
     slope = slopes.pop(S)
@@ -112,7 +112,8 @@ def _score(spec: Attention, shape: Shape, marshal: Marshal, call: structs.Backwa
     if spec.score is None:
         return totals
     # Assembled once for each choice of arrays that want gradients: those the score holds, so ids tell them apart.
-    made = remembered(spec.score, ("cpu backward", *totals), lambda score: _assemble(score, spec))
+    wide = marshal.is_wide(spec.score)
+    made = remembered(spec.score, ("cpu backward", wide, *totals), lambda score: _assemble(score, spec, wide))
     call.forward.score, call.forward.score_at = marshal.program(made.code), made.code.at
     call.slope_at = made.slope_at
     grads = []

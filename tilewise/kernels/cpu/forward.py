@@ -27,7 +27,7 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile) -> Partia
     marshal = Marshal(spec, shape, tile)
     call = marshal.forward(q, k, v, out, lse)
     if spec.score is not None:
-        code = bytecode(spec.score)
+        code = bytecode(spec.score, marshal.is_wide(spec.score))
         call.score, call.score_at = marshal.program(code), code.at
     library.call("tilewise_forward", ctypes.byref(call))
     return Partial(out, lse)

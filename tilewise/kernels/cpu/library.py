@@ -17,7 +17,7 @@ from tilewise.kernels.cpu import structs
 
 NAME = "libtilewise.dylib" if sys.platform == "darwin" else "libtilewise.so"
 MOST_THREADS = 1024
-_DONE, _NO_MEMORY = 0, 1
+_DONE, _NO_MEMORY, _NOT_ROWS = 0, 1, 3  # as in engine.h
 _READ_BYTES = 256 << 20  # beyond any cache
 
 
@@ -66,6 +66,8 @@ def call(name: str, *args: Any) -> None:
     status = getattr(_library(), name)(*args, is_main)
     if status == _NO_MEMORY:
         raise MemoryError("the cpu kernel could not get the memory it works in")
+    if status == _NOT_ROWS:
+        raise ValueError("lengths: expected sequences within the arrays, got one that begins or ends outside them")
     if status != _DONE:
         raise KeyboardInterrupt  # a handler of the signal that raised nothing itself
 

@@ -10,11 +10,13 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
+from tilewise.expr import Expr
 from tilewise.kernels.cpu import structs
 from tilewise.kernels.cpu.ops import Bytecode, bytecode
 from tilewise.schedule import Runs as PlanRuns
-from tilewise.schedule import plan
+from tilewise.schedule import beyond_32_bits, plan
 from tilewise.spec import Attention, Shape, Tile
+from tilewise.walking import loads
 
 _SPLIT_KEYS, _MOST_SPLITS = 512, 8
 
@@ -46,7 +48,7 @@ class Marshal:
         result = self.array if backward else self.output  # backward reads what forward has written
         call = structs.Call(
             type=structs.TYPES.index(shape.dtype), batch=shape.batch, heads=shape.heads, heads_k=shape.heads_k,
-            d=shape.d, d_v=shape.d_v, tile_q=min(self.tile.q, max(shape.n_q, 1)),
+            d=shape.d, d_v=shape.d_v, rows_q=q.shape[2], rows_k=k.shape[2], tile_q=min(self.tile.q, max(shape.n_q, 1)),
             tile_k=min(self.tile.k, max(shape.n_k, 1)), scale=spec.scale,
             q=self.array(q), k=self.array(k), v=self.array(v), out=result(out), lse=result(lse),
         )  # fmt: skip
@@ -54,11 +56,16 @@ class Marshal:
         call.n_sequences = len(sequences)
         call.sequences = self.table(structs.Sequence, sequences)
         if spec.mask is not None:
-            code = bytecode(spec.mask)
+            code = bytecode(spec.mask, self.is_wide(spec.mask))
             call.mask, call.mask_at = self.program(code), code.at
         if spec.sinks is not None:
             call.sinks = self.data(np.require(arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype), None, ["C", "A"]))
         return call
+
+    def is_wide(self, expr: Expr) -> bool:
+        """Whether integers of the expression take 64 bits: ids that are hashes, say. Others are computed faster."""
+        reads_integers = any(arrays.value_kind(slot.array) == "int" for slot in loads(expr))
+        return reads_integers and beyond_32_bits(expr, self.shape, self.spec.lengths)
 
     def array(self, x: Array) -> structs.Array:
         """(batch, heads, n, d) or (batch, heads, n) numbers to read; copied unless they lie in rows."""

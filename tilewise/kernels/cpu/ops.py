@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import Array
 from dataclasses import dataclass, field
-from enum import IntFlag
+from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple
 
 from tilewise import arrays
@@ -17,6 +17,7 @@ from tilewise.walking import OpTable, evaluate, remembered
 OPS = (
     "const", "var", "load", "float", "add", "sub", "mul", "div", "floordiv", "mod", "neg", "abs", "minimum", "maximum",
     "where", "exp", "log", "tanh", "lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not",
+    "widen", "narrow",
 )  # fmt: skip
 VARIABLES = ("S", "B", "H", "HK", "NQ", "NK", "Q", "QP", "K", "KP")
 _CONDITIONS = {"lt", "le", "gt", "ge", "eq", "ne", "and", "or", "not"}
@@ -31,6 +32,15 @@ class Place(IntFlag):
     EVERYWHERE = 3
 
 
+class Number(IntEnum):
+    """What a register holds, as in engine.h: an integer of the width computed with or a condition, a float, or an
+    integer of 64 bits."""
+
+    WHOLE = 0
+    REAL = 1
+    WIDE = 2
+
+
 _PLACES = {"S": Place.EVERYWHERE, "Q": Place.ALONG_Q, "QP": Place.ALONG_Q, "K": Place.ALONG_K, "KP": Place.ALONG_K}
 
 
@@ -39,7 +49,7 @@ class Register:
     """The result of the instruction of that number."""
 
     number: int
-    is_float: bool
+    holds: Number
     place: Place
 
 
@@ -51,13 +61,13 @@ class Bytecode(NamedTuple):
     at: int
 
 
-def bytecode(expr: Expr) -> Bytecode:
-    """Assembled once for each expression."""
-    return remembered(expr, "cpu", _assemble)
+def bytecode(expr: Expr, wide: bool = False) -> Bytecode:
+    """Assembled once for each expression. wide: integers of arrays have 64 bits, and so has arithmetic on them."""
+    return remembered(expr, ("cpu", wide), lambda expr: _assemble(expr, wide))
 
 
-def _assemble(expr: Expr) -> Bytecode:
-    assembler = Assembler()
+def _assemble(expr: Expr, wide: bool) -> Bytecode:
+    assembler = Assembler(wide)
     at = assembler.add(expr).number
     return Bytecode(assembler.table(), assembler.slots, at)
 
@@ -66,6 +76,7 @@ def _assemble(expr: Expr) -> Bytecode:
 class Assembler:
     """Instructions, each written once however often its value is used; and the arrays they load."""
 
+    wide: bool = False
     code: list[Instruction] = field(default_factory=list)
     slots: list[Loaded] = field(default_factory=list)
     _known: dict[tuple[Any, ...], Register] = field(default_factory=dict)
@@ -79,39 +90,53 @@ class Assembler:
         return (Instruction * len(self.code))(*self.code)
 
     def _ops(self) -> OpTable:
-        table: dict[str, Callable[..., Register]] = {op: self._operation(op) for op in OPS[3:]}
-        return {**table, "const": self._constant, "load": self._load}
+        table: dict[str, Callable[..., Register]] = {op: self._operation(op) for op in OPS[3:-2]}
+        return {**table, "const": self._constant, "load": self._load, "where": self._where}
 
     def _operation(self, op: str) -> Callable[..., Register]:
         def emit(*args: Register) -> Register:
-            operands = args[-1].is_float
-            result = op == "float" or (operands and op not in _CONDITIONS)
-            return self.emit(op, args, operands, result)
+            args = self._alike(*args)
+            of = args[-1].holds
+            return self.emit(op, args, of, Number.REAL if op == "float" else Number.WHOLE if op in _CONDITIONS else of)
 
         return emit
 
+    def _where(self, condition: Register, *choices: Register) -> Register:
+        choices = self._alike(*choices)
+        return self.emit("where", (condition, *choices), choices[0].holds, choices[0].holds)
+
+    def _alike(self, *args: Register) -> tuple[Register, ...]:
+        """Of one width: as wide as the widest."""
+        if all(x.holds != Number.WIDE for x in args):
+            return args
+        return tuple(x if x.holds == Number.WIDE else self.emit("widen", (x,), Number.WHOLE, Number.WIDE) for x in args)
+
     def _constant(self, value: bool | int | float) -> Register:
-        is_float = isinstance(value, float)
-        return self.emit("const", (), is_float, is_float, value=value)
+        kind = Number.REAL if isinstance(value, float) else Number.WHOLE
+        return self.emit("const", (), kind, kind, value=value)
 
     def _load(self, slot: Loaded, *index: Register) -> Register:
         known = [i for i, x in enumerate(self.slots) if x.array is slot.array]
         if not known:
             self.slots.append(slot)
-        is_float = arrays.value_kind(slot.array) == "float"
-        return self.emit("load", index, is_float, is_float, slot=known[0] if known else len(self.slots) - 1)
+        index = tuple(
+            self.emit("narrow", (x,), Number.WIDE, Number.WHOLE) if x.holds == Number.WIDE else x for x in index
+        )
+        kind = arrays.value_kind(slot.array)
+        holds = Number.REAL if kind == "float" else Number.WIDE if kind == "int" and self.wide else Number.WHOLE
+        return self.emit("load", index, holds, holds, slot=known[0] if known else len(self.slots) - 1)
 
     def emit(
-        self, op: str, args: tuple[Register, ...], operands: bool, result: bool,
+        self, op: str, args: tuple[Register, ...], operands: Number, result: Number,
         slot: int = -1, value: float = 0.0, place: Place = Place.UNIFORM,
     ) -> Register:  # fmt: skip
-        """Write an instruction, unless the same one is there. operands, result: whether they are floats."""
+        """Write an instruction, unless the same one is there."""
         numbers = [x.number for x in args]
         key = (op, *numbers, operands, slot, repr(value))  # repr tells 0.0 from -0.0
         if key not in self._known:
             for x in args:
                 place |= x.place
-            made = Instruction(OPS.index(op), place, operands, len(args), slot=slot, value=value)
+            made = Instruction(OPS.index(op), place, operands, result, len(args), slot=slot, value=value)
             made.args[: len(numbers)] = numbers
             self._known[key] = Register(len(self.code), result, place)
             self.code.append(made)
@@ -125,6 +150,6 @@ class _Variables(dict[str, Register]):
         self.assembler = assembler
 
     def __missing__(self, name: str) -> Register:
-        is_float = name == "S"
+        kind = Number.REAL if name == "S" else Number.WHOLE
         place = _PLACES.get(name, Place.UNIFORM)
-        return self.assembler.emit("var", (), is_float, is_float, slot=VARIABLES.index(name), place=place)
+        return self.assembler.emit("var", (), kind, kind, slot=VARIABLES.index(name), place=place)

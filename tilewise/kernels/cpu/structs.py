@@ -38,7 +38,7 @@ class Slot(Structure):
 
 class Instruction(Structure):
     _fields_ = [
-        ("op", c_int32), ("place", c_int32), ("is_float", c_int32), ("n_args", c_int32),
+        ("op", c_int32), ("place", c_int32), ("operands", c_int32), ("result", c_int32), ("n_args", c_int32),
         ("args", c_int32 * MAX_RANK), ("slot", c_int32), ("value", c_double),
     ]  # fmt: skip
 
@@ -58,7 +58,9 @@ class Call(Structure):
     _fields_ = [
         ("type", c_int32),
         ("n_sequences", c_int32),
-        *((name, c_int64) for name in ("batch", "heads", "heads_k", "d", "d_v", "tile_q", "tile_k")),
+        *((name, c_int64) for name in (
+            "batch", "heads", "heads_k", "d", "d_v", "rows_q", "rows_k", "tile_q", "tile_k",
+        )),
         ("scale", c_double),
         *((name, Array) for name in ("q", "k", "v", "out", "lse")),
         ("sequences", c_void_p),
@@ -67,7 +69,7 @@ class Call(Structure):
         ("mask_at", c_int32),
         ("score_at", c_int32),
         ("sinks", c_void_p),
-    ]
+    ]  # fmt: skip
 
 
 class BackwardCall(Structure):

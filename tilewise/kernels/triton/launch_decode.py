@@ -55,7 +55,8 @@ def decode(spec: Attention, q: Any, cache: Cache, rope: Rope | None) -> Partial:
     decode_kernels.decode[grid](
         q, k, v, parts.out, parts.lse, sinks, *_read(cache), steps_of(q), steps_of(k), steps_of(v),
         (*steps_of(parts.out), 0 if is_whole else shape.d_v), (*steps_of(parts.lse), 0 if is_whole else 1),
-        _table_step(cache), tuple(seen), loaded_by(spec, q), shape.group, shape.n_q, cache.capacity, splits, spec.scale,
+        _table_step(cache), tuple(seen), loaded_by(spec, q), shape.group, shape.n_q, int(k.shape[0]),
+        cache.capacity, splits, spec.scale,
         **_turning(rope, cache, keys=False),
         SCORE=getattr(variant, "score", None), MASK=getattr(variant, "mask", None),
         HAS_SINKS=is_whole and spec.sinks is not None, PAGE=cache.page_size, EARLY=early, **sizes(shape, choice.tile),
@@ -86,8 +87,9 @@ def append(cache: Cache, k: Any, v: Any, counts: Array, rope: Rope | None) -> No
     grid = -(-n // rows), cache.heads, cache.batch
     pages_kernels.append[grid](
         stored_k, stored_v, k, v, *_read(cache), told, *map(steps_of, (stored_k, stored_v, k, v)), _table_step(cache),
-        n, cache.capacity, **_turning(rope, cache, keys=True), PAGE=cache.page_size, HAS_COUNTS=is_ragged, ROWS=rows,
-        D=d, D_V=d_v, DEPTH=power_of_2(d), COLUMNS=power_of_2(d_v),
+        n, int(stored_k.shape[0]), cache.capacity, **_turning(rope, cache, keys=True),
+        PAGE=cache.page_size, HAS_COUNTS=is_ragged, ROWS=rows, D=d, D_V=d_v,
+        DEPTH=power_of_2(d), COLUMNS=power_of_2(d_v),
     )  # fmt: skip
 
 

@@ -90,6 +90,20 @@ std::atomic<Block::Kept*> Block::spare{nullptr};
 
 // -- tasks ------------------------------------------------------------------------------------------------------------
 
+// Whether rows begin to begin + n are among all of them; no sum is taken that could wrap around.
+bool are_rows(int64_t begin, int64_t n, int64_t all) { return begin >= 0 && n >= 0 && n <= all && begin <= all - n; }
+
+bool are_rows(const Call& call) {
+    return std::all_of(call.sequences, call.sequences + call.n_sequences, [&](const Sequence& s) {
+        return are_rows(s.q_begin, s.n_q, call.rows_q) && are_rows(s.k_begin, s.n_k, call.rows_k);
+    });
+}
+bool are_rows(const LinearCall& call) {
+    if (!call.packed) return true;
+    const int64_t *first = call.lengths, *last = first + call.n_states;
+    return *first >= 0 && *last <= call.n && std::is_sorted(first, last + 1);
+}
+
 // Every (sequence, batch, key head), in order.
 std::vector<Packed> key_heads(const Call& call) {
     std::vector<Packed> all;
@@ -224,6 +238,7 @@ int decode(const Path& path, const Call& call, const std::vector<Packed>& heads,
 
 // A sequence takes its way by its own length alone, so that it has the same bits whatever it is packed with.
 int forward(const Path& path, const Call& call, Interrupted interrupted) {
+    if (!are_rows(call)) return NOT_ROWS;
     std::vector<Packed> tiled, single;
     for (const Packed& head : key_heads(call))
         if (head.sequence->n_q > 0) (head.sequence->n_q == 1 ? single : tiled).push_back(head);
@@ -328,6 +343,7 @@ int backward_wave(const Path& path, const BackwardCall& call, const std::vector<
 }
 
 int backward(const Path& path, const BackwardCall& call, Interrupted interrupted) {
+    if (!are_rows(call.forward)) return NOT_ROWS;
     return in_waves(
         key_heads(call), 2 * threads(),  // splits, to keep all threads busy
         [&](PackedBackward& head, void* memory) { return path.lay_out_backward(call, head, memory); },
@@ -348,6 +364,7 @@ std::vector<LinearTask> linear_tasks(const LinearCall& call) {
 }
 
 template <class Any, class Run> int linear(const Any& call, const LinearCall& forward, size_t scratch, const Run& run, Interrupted interrupted) {
+    if (!are_rows(forward)) return NOT_ROWS;
     std::vector<LinearTask> tasks = linear_tasks(forward);
     return run_tasks(int64_t(tasks.size()), scratch, interrupted,
                      [&](int64_t i, void* room, const Pause& pause) { run(call, tasks[size_t(i)], room, pause); });

@@ -5,7 +5,7 @@
 
 enum Type : int32_t { FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, INT16, INT32, INT64, UINT8, BOOL };
 enum Kind : int64_t { EMPTY, PARTIAL, FULL };  // of a tile; a plan has no EMPTY ones
-enum Status : int32_t { DONE, NO_MEMORY, INTERRUPTED };
+enum Status : int32_t { DONE, NO_MEMORY, INTERRUPTED, NOT_ROWS };  // NOT_ROWS: a sequence is not within the arrays
 
 // (batch, head, row, d) numbers, the last contiguous. Strides are in numbers.
 struct Array {
@@ -34,12 +34,15 @@ struct Sequence {
 enum Op : int32_t {
     OP_CONST, OP_VAR, OP_LOAD, OP_FLOAT, OP_ADD, OP_SUB, OP_MUL, OP_DIV, OP_FLOORDIV, OP_MOD, OP_NEG, OP_ABS,
     OP_MINIMUM, OP_MAXIMUM, OP_WHERE, OP_EXP, OP_LOG, OP_TANH, OP_LT, OP_LE, OP_GT, OP_GE, OP_EQ, OP_NE, OP_AND,
-    OP_OR, OP_NOT
+    OP_OR, OP_NOT, OP_WIDEN, OP_NARROW
 };
 enum Variable : int32_t { VAR_S, VAR_B, VAR_H, VAR_HK, VAR_NQ, VAR_NK, VAR_Q, VAR_QP, VAR_K, VAR_KP };
 
 // Where a value varies: nowhere, along the queries of a tile, along its keys, or from score to score.
 enum Place : int32_t { UNIFORM, ALONG_Q, ALONG_K, EVERYWHERE, PLACES };
+
+// What a register holds: integers and conditions as wide as the type computed with, floats of it, or integers of 64 bits.
+enum Number : int32_t { WHOLE, REAL, WIDE };
 
 constexpr int MAX_RANK = 8;
 
@@ -53,7 +56,8 @@ struct Slot {  // an array that an expression reads
 struct Instruction {
     int32_t op;
     int32_t place;
-    int32_t is_float;  // of the operands, where there are any; else of the value
+    Number operands;  // of a choice: what is chosen from
+    Number result;
     int32_t n_args;
     int32_t args[MAX_RANK];
     int32_t slot;  // of a load; the variable of a var
@@ -84,6 +88,7 @@ struct Call {
     int32_t type;
     int32_t n_sequences;
     int64_t batch, heads, heads_k, d, d_v;
+    int64_t rows_q, rows_k;  // of the arrays: what sequences are within
     int64_t tile_q, tile_k;
     double scale;
     Array q, k, v, out, lse;  // lse's rows are contiguous numbers of the type computed with

@@ -106,6 +106,9 @@ struct AbsOp {
         else return a < 0 ? A(-Unsigned<A>(a)) : a;
     }
 };
+struct NarrowOp {  // an index leads to the same cell: it is clamped to an array in any case
+    static INLINE int32_t of(int64_t a) { return int32_t(larger<int64_t>(INT32_MIN, smaller<int64_t>(a, INT32_MAX))); }
+};
 struct SameOp { template <class A> static INLINE A of(A a) { return a; } };
 struct ExpOp { template <class A> static INLINE A of(A a) { return scalar_exp(a); } };
 struct LogOp { template <class A> static INLINE A of(A a) { return log_of(a); } };
@@ -169,7 +172,9 @@ template <class T> bool is_ramp(const Slot& slot, const Index<T>* index, int n) 
     for (int k = 0; k < last; k++)
         if (index[k].varies) return false;
     const Int<T>* at = index[last].at;
-    bool consecutive = at[0] >= 0 && at[0] + int64_t(n) <= slot.size[last];
+    const int64_t most = sizeof(Int<T>) == 4 ? INT32_MAX : INT64_MAX;  // a ramp up to there has no sum beyond it
+    if (at[0] < 0 || at[0] > smaller(slot.size[last], most) - n) return false;
+    bool consecutive = true;
     for (int i = 1; i < n; i++) consecutive &= at[i] == at[0] + i;
     return consecutive;
 }
@@ -193,20 +198,24 @@ template <class R, class T, class Stored> void gather(const Slot& slot, const In
     for (int i = 0; i < n; i++) to[i] = R(widened(data[cell_of<T>(slot, index, i)]));
 }
 
-template <class T> void read(const Slot& slot, const Index<T>* index, int n, void* to) {
+template <class R, class T> void read_integers(const Slot& slot, const Index<T>* index, int n, R* to) {
+    switch (slot.type) {
+        case INT8: return gather<R, T, int8_t>(slot, index, n, to);
+        case INT16: return gather<R, T, int16_t>(slot, index, n, to);
+        case INT32: return gather<R, T, int32_t>(slot, index, n, to);
+        case INT64: return gather<R, T, int64_t>(slot, index, n, to);
+        default: return gather<R, T, uint8_t>(slot, index, n, to);
+    }
+}
+template <class T> void read(const Slot& slot, const Index<T>* index, int n, bool wide, void* to) {
     T* f = static_cast<T*>(to);
-    Int<T>* i = static_cast<Int<T>*>(to);
     switch (slot.type) {
         case FLOAT32: return gather<T, T, float>(slot, index, n, f);
         case FLOAT64: return gather<T, T, double>(slot, index, n, f);
         case FLOAT16: return gather<T, T, Half>(slot, index, n, f);
         case BFLOAT16: return gather<T, T, BFloat>(slot, index, n, f);
-        case INT8: return gather<Int<T>, T, int8_t>(slot, index, n, i);
-        case INT16: return gather<Int<T>, T, int16_t>(slot, index, n, i);
-        case INT32: return gather<Int<T>, T, int32_t>(slot, index, n, i);
-        case INT64: return gather<Int<T>, T, int64_t>(slot, index, n, i);
-        case UINT8: return gather<Int<T>, T, uint8_t>(slot, index, n, i);
-        default: return gather<Int<T>, T, Truth>(slot, index, n, i);
+        case BOOL: return gather<Int<T>, T, Truth>(slot, index, n, static_cast<Int<T>*>(to));
+        default: return wide ? read_integers(slot, index, n, static_cast<int64_t*>(to)) : read_integers(slot, index, n, static_cast<Int<T>*>(to));
     }
 }
 
@@ -215,11 +224,16 @@ template <class T> void read(const Slot& slot, const Index<T>* index, int n, voi
 template <class R, class A, class F> Run pick_binary(bool av, bool bv) {
     return av && bv ? binary<R, A, F, true, true> : av ? binary<R, A, F, true, false> : binary<R, A, F, false, true>;
 }
-template <class T, class F> Run arithmetic(bool f, bool av, bool bv) {
-    return f ? pick_binary<T, T, F>(av, bv) : pick_binary<Int<T>, Int<T>, F>(av, bv);
+template <class T, class F> Run arithmetic(Number of, bool av, bool bv) {
+    if (of == WIDE) return pick_binary<int64_t, int64_t, F>(av, bv);
+    return of == REAL ? pick_binary<T, T, F>(av, bv) : pick_binary<Int<T>, Int<T>, F>(av, bv);
 }
-template <class T, class F> Run comparison(bool f, bool av, bool bv) {
-    return f ? pick_binary<Int<T>, T, F>(av, bv) : pick_binary<Int<T>, Int<T>, F>(av, bv);
+template <class T, class F> Run comparison(Number of, bool av, bool bv) {
+    if (of == WIDE) return pick_binary<Int<T>, int64_t, F>(av, bv);
+    return of == REAL ? pick_binary<Int<T>, T, F>(av, bv) : pick_binary<Int<T>, Int<T>, F>(av, bv);
+}
+template <class T, class F> Run sign(Number of) {
+    return of == WIDE ? unary<int64_t, int64_t, F> : of == REAL ? unary<T, T, F> : unary<Int<T>, Int<T>, F>;
 }
 template <class R, class I> Run pick_where(bool c, bool a, bool b) {
     static const Run all[8] = {
@@ -233,32 +247,34 @@ template <class R, class I> Run pick_where(bool c, bool a, bool b) {
 // The loop for an instruction whose operands vary (or not) in the section it runs in; null for const, var and load.
 template <class T> Run pick(const Instruction& in, bool a, bool b, bool c) {
     typedef Int<T> I;
-    bool f = in.is_float;
+    const Number of = in.operands;
     switch (in.op) {
-        case OP_FLOAT: return unary<T, I, SameOp>;
-        case OP_ADD: return arithmetic<T, AddOp>(f, a, b);
-        case OP_SUB: return arithmetic<T, SubOp>(f, a, b);
-        case OP_MUL: return arithmetic<T, MulOp>(f, a, b);
+        case OP_FLOAT: return of == WIDE ? unary<T, int64_t, SameOp> : unary<T, I, SameOp>;
+        case OP_ADD: return arithmetic<T, AddOp>(of, a, b);
+        case OP_SUB: return arithmetic<T, SubOp>(of, a, b);
+        case OP_MUL: return arithmetic<T, MulOp>(of, a, b);
         case OP_DIV: return pick_binary<T, T, DivOp>(a, b);
-        case OP_FLOORDIV: return arithmetic<T, FloorDivOp>(f, a, b);
-        case OP_MOD: return arithmetic<T, ModOp>(f, a, b);
-        case OP_MINIMUM: return arithmetic<T, MinOp>(f, a, b);
-        case OP_MAXIMUM: return arithmetic<T, MaxOp>(f, a, b);
-        case OP_NEG: return f ? unary<T, T, NegOp> : unary<I, I, NegOp>;
-        case OP_ABS: return f ? unary<T, T, AbsOp> : unary<I, I, AbsOp>;
+        case OP_FLOORDIV: return arithmetic<T, FloorDivOp>(of, a, b);
+        case OP_MOD: return arithmetic<T, ModOp>(of, a, b);
+        case OP_MINIMUM: return arithmetic<T, MinOp>(of, a, b);
+        case OP_MAXIMUM: return arithmetic<T, MaxOp>(of, a, b);
+        case OP_NEG: return sign<T, NegOp>(of);
+        case OP_ABS: return sign<T, AbsOp>(of);
         case OP_EXP: return unary<T, T, ExpOp>;
         case OP_LOG: return unary<T, T, LogOp>;
         case OP_TANH: return tanh_row<T>;
-        case OP_LT: return comparison<T, LtOp>(f, a, b);
-        case OP_LE: return comparison<T, LeOp>(f, a, b);
-        case OP_GT: return comparison<T, GtOp>(f, a, b);
-        case OP_GE: return comparison<T, GeOp>(f, a, b);
-        case OP_EQ: return comparison<T, EqOp>(f, a, b);
-        case OP_NE: return comparison<T, NeOp>(f, a, b);
+        case OP_LT: return comparison<T, LtOp>(of, a, b);
+        case OP_LE: return comparison<T, LeOp>(of, a, b);
+        case OP_GT: return comparison<T, GtOp>(of, a, b);
+        case OP_GE: return comparison<T, GeOp>(of, a, b);
+        case OP_EQ: return comparison<T, EqOp>(of, a, b);
+        case OP_NE: return comparison<T, NeOp>(of, a, b);
         case OP_AND: return pick_binary<I, I, AndOp>(a, b);
         case OP_OR: return pick_binary<I, I, OrOp>(a, b);
         case OP_NOT: return unary<I, I, NotOp>;
-        case OP_WHERE: return f ? pick_where<T, I>(a, b, c) : pick_where<I, I>(a, b, c);
+        case OP_WHERE: return of == WIDE ? pick_where<int64_t, I>(a, b, c) : of == REAL ? pick_where<T, I>(a, b, c) : pick_where<I, I>(a, b, c);
+        case OP_WIDEN: return unary<int64_t, I, SameOp>;
+        case OP_NARROW: return unary<I, int64_t, NarrowOp>;
         default: return nullptr;
     }
 }
@@ -270,10 +286,10 @@ template <class T> class Interpreter {
     // Registers for tiles of up to `rows` queries and `keys` keys.
     Interpreter(const Program& program, int64_t rows, int64_t keys, Scratch& scratch) : program_(program) {
         const int64_t lanes[PLACES] = {1, rows, keys, LANES};
-        registers_ = scratch.take<T*>(program.n_code);
+        registers_ = scratch.take<char*>(program.n_code);
         runs_ = scratch.take<Run>(program.n_code);
         for (int i = 0; i < program.n_code; i++) {
-            T* memory = scratch.take<T>(lanes[program.code[i].place]);
+            char* memory = scratch.take<char>(lanes[program.code[i].place] * width(program.code[i]));
             if (registers_ == nullptr) continue;
             registers_[i] = memory;
             bool varies[3] = {true, true, true};
@@ -345,8 +361,9 @@ template <class T> class Interpreter {
         const Instruction& in = program_.code[reg];
         if (in.op == OP_VAR && in.slot == VAR_S) return s_;
         if (where != EVERYWHERE || in.place == UNIFORM || in.place == EVERYWHERE) return registers_[reg];
-        return registers_[reg] + (in.place == ALONG_Q ? row : j);
+        return registers_[reg] + (in.place == ALONG_Q ? row : j) * width(in);
     }
+    static int64_t width(const Instruction& in) { return in.result == WIDE ? sizeof(int64_t) : sizeof(T); }
     void indices(const Instruction& in, int where, int row, int j, Index<T>* index) const {
         for (int k = 0; k < in.n_args; k++)
             index[k] = {static_cast<const Int<T>*>(operand(in.args[k], where, row, j)), varies_in(where, in.args[k])};
@@ -363,7 +380,7 @@ template <class T> class Interpreter {
             } else if (in.op == OP_LOAD) {
                 Index<T> index[MAX_RANK];
                 indices(in, place, row, j, index);
-                read<T>(program_.slots[in.slot], index, n, registers_[i]);
+                read<T>(program_.slots[in.slot], index, n, in.result == WIDE, registers_[i]);
             } else {
                 const void* args[3] = {};
                 for (int k = 0; k < in.n_args; k++) args[k] = operand(in.args[k], place, row, j);
@@ -371,11 +388,11 @@ template <class T> class Interpreter {
             }
         }
     }
-    static void constant(const Instruction& in, T* to) {
-        if (in.is_float) *to = T(in.value);
+    static void constant(const Instruction& in, char* to) {
+        if (in.result == REAL) *reinterpret_cast<T*>(to) = T(in.value);
         else *reinterpret_cast<Int<T>*>(to) = Int<T>(in.value);
     }
-    void variable(int which, int n, T* memory) const {
+    void variable(int which, int n, char* memory) const {
         if (which == VAR_S) return;  // read where it is
         const Sequence& seq = *head_.sequence;
         Int<T>* to = reinterpret_cast<Int<T>*>(memory);
@@ -395,7 +412,7 @@ template <class T> class Interpreter {
     }
 
     const Program& program_;
-    T** registers_;
+    char** registers_;
     Run* runs_;
     QueryHead head_ = {};
     int64_t first_q_ = 0, first_k_ = 0;

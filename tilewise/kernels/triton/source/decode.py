@@ -16,7 +16,7 @@ from tilewise.kernels.triton.source.tiles import LOG2_E, at_scores, finite, matr
 @triton.jit
 def decode(
     q, k, v, out, lse, sinks, lengths, table, q_steps, k_steps, v_steps, out_steps, lse_steps, table_step,
-    reach, loaded, group, n_q, capacity, splits, scale, turn,
+    reach, loaded, group, n_q, units, capacity, splits, scale, turn,
     SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, DOT: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -28,7 +28,7 @@ def decode(
     split, hk, b = tl.program_id(0) % splits, tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) // splits * TILE_Q + tl.arange(0, TILE_Q)
     inside, h, query = row < group * n_q, hk * group + row // n_q, row % n_q
-    n_k = tl.minimum(tl.load(lengths + b), capacity)
+    n_k = tl.minimum(tl.maximum(tl.load(lengths + b), 0), capacity)  # whatever lengths hold, keys are within the cache
     first, last, first_full, last_full = share(n_k, reach, split, splits, TILE_K)
 
     # 1 load q, turned as the keys were when they came
@@ -39,7 +39,7 @@ def decode(
     acc = tl.zeros([TILE_Q, COLUMNS], tl.float32)
     # for each kv tile of this share: the FULL ones, then those before and behind them
     place = (b, h[:, None], hk, 0, 0, n_q, n_k, 0, 0)
-    cache = (k, v, table + tl.cast(b, tl.int64) * table_step, k_steps, v_steps)
+    cache = (k, v, table + tl.cast(b, tl.int64) * table_step, k_steps, v_steps, units)
     for tile in range(first_full, last_full):
         acc, row_max, row_sum = visit(
             tile, acc, row_max, row_sum, q_tile, query, cache, n_k, place, loaded, scale,
@@ -86,11 +86,11 @@ def visit(
     TILE_K: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    k, v, pages, k_steps, v_steps = cache
+    k, v, pages, k_steps, v_steps, units = cache
     hk = place[2]
     key = tile * TILE_K + tl.arange(0, TILE_K)
     there = key < n_k if PARTIAL else None
-    unit, slot = place_of_tile(pages, place[0], tile * TILE_K, key, there, PAGE, TILE_K)
+    unit, slot = place_of_tile(pages, units, place[0], tile * TILE_K, key, there, PAGE, TILE_K)
     # 2 s = q @ k.T
     k_tile = gather_rows(matrix(k, k_steps, unit, hk, slot), there, D, DEPTH)
     s = tl.dot(q_tile.to(DOT), tl.trans(k_tile).to(DOT), input_precision="ieee") * scale

@@ -8,23 +8,27 @@ from tilewise.kernels.triton.source.tiles import matrix, narrow
 
 @triton.jit
 def append(
-    k, v, new_k, new_v, lengths, table, counts, k_steps, v_steps, new_k_steps, new_v_steps, table_step, n, capacity,
-    turn, PAGE: tl.constexpr, HAS_COUNTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
-    DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, COUNTED: tl.constexpr,
+    k, v, new_k, new_v, lengths, table, counts, k_steps, v_steps, new_k_steps, new_v_steps, table_step, n, units,
+    capacity, turn, PAGE: tl.constexpr, HAS_COUNTS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr,
+    D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):  # fmt: skip
-    """New keys, turned, and values behind those that a sequence has: some rows of one head."""
+    """New keys, turned, and values behind those that a sequence has: some rows of one head.
+
+    units: how many sequences or pages storage has. Whatever lengths and the table hold, nothing else is written.
+    """
     hk, b = tl.program_id(1), tl.program_id(2)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     count = n
     if HAS_COUNTS:
         count = tl.load(counts + b)
     key = tl.load(lengths + b) + row
-    inside = (row < count) & (key < capacity)
+    inside = (row < n) & (row < count) & (key >= 0) & (key < capacity)
     unit, slot = b, key
     if PAGE is not None:
         pages = table + tl.cast(b, tl.int64) * table_step
         unit, slot = tl.load(pages + key // PAGE, mask=inside, other=-1), key % PAGE
-        inside = inside & (unit >= 0)  # nothing is written to pages that the sequence has not
+        inside = inside & (unit >= 0) & (unit < units)  # nothing is written to pages that the sequence has not
     k_tile = gather_turned(
         matrix(new_k, new_k_steps, b, hk, row), inside, turn, b, key if COUNTED else row, D, DEPTH, PAIRS, INTERLEAVED
     )
@@ -34,7 +38,7 @@ def append(
 
 
 @triton.jit
-def place_of_tile(pages, b, first, key, there, PAGE: tl.constexpr, TILE: tl.constexpr):
+def place_of_tile(pages, units, b, first, key, there, PAGE: tl.constexpr, TILE: tl.constexpr):
     """The first and the third index of a tile's keys in storage: sequence and key, or page and key of it."""
     unit, slot = b, key
     if PAGE is not None:
@@ -43,7 +47,7 @@ def place_of_tile(pages, b, first, key, there, PAGE: tl.constexpr, TILE: tl.cons
             unit = tl.load(pages + first // PAGE)
         else:
             unit = tl.load(pages + key // PAGE, mask=there)
-        unit = tl.maximum(unit, 0)  # whatever a table holds, nothing is read before the first page
+        unit = tl.minimum(tl.maximum(unit, 0), units - 1)  # whatever a table holds, nothing is read outside the pages
     return unit, slot
 
 
