@@ -62,6 +62,8 @@ def numpy_values(expr: Expr, s: Array, shape: Shape = SHAPE) -> Array:
 
 BIG = np.array([2**31 - 1, -(2**31), 7, 0], np.int32)
 HUGE = np.array([2**62, -(2**62), 5, 0], np.int64)
+_HASH = 0x9E3779B97F4A7C15 - 2**64
+HASHES = np.array([-(2**63), _HASH, _HASH + 2**32, _HASH + 1, 7, 2**53, 2**53 + 1, 2**63 - 1])
 
 EXPRESSIONS: dict[str, Expr] = {
     "variables": S + (B + 2 * H + 3 * HK + 5 * Q + 7 * K + 11 * NQ + 13 * NK + 17 * QP + 19 * KP),
@@ -96,6 +98,13 @@ MASKS: dict[str, Expr] = {
     "twice": (2 * K <= Q + K) & (Q - K != 2),
     "not alone": (K + K <= Q) | (K == Q),
     "far away": (K <= Q + 2**30) & (K > Q - 2**30),
+    "ids of 64 bits": load(HASHES, Q % 8) == load(HASHES, K % 8),
+    "others": load(HASHES, Q % 8) != load(HASHES, K % 8),
+    "in order": load(HASHES, Q % 8) <= load(HASHES, K % 8),
+    "ids and numbers": (load(HASHES, Q % 8) == 7) | (load(HASHES, K % 8) > 2**31 - 1) | (load(HASHES, H + 4) < K),
+    "chosen ids": where(K < Q, load(HASHES, Q % 8), load(HASHES, K % 8)) == load(HASHES, H),
+    "the larger id": tw.maximum(load(HASHES, Q % 8), load(HASHES, K % 8)) == load(HASHES, K % 8),
+    "an id as an index": load(HASHES, load(HASHES, K % 8)) == load(HASHES, load(HASHES, Q % 8)),
 }
 
 

@@ -26,19 +26,21 @@ _NVCC_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN")
 # What a library tells of the arguments of `call`, in their order.
 _SIGNATURE = 'extern "C" const char* tilewise_signature() {{ return "{}"; }}\n'
 
-# Quotients and remainders of whole numbers as NumPy has them: floored, and 0 if divided by 0 (ops.py).
+# Quotients and remainders of whole numbers as NumPy has them: floored, and 0 if divided by 0 (ops.py). Those of 32 bits
+# come in 64, too, and are divided in 32.
 WHOLE_NUMBERS = "tilewise_floor"
 _WHOLE_NUMBERS = """\
 #include <stdint.h>
-{kind} {type} tilewise_floor_quotient{suffix}({type} a, {type} b) {{
+{kind} int64_t tilewise_floor_quotient{bits}(int64_t dividend, int64_t divisor) {{
+  const int{bits}_t a = (int{bits}_t)dividend, b = (int{bits}_t)divisor;
   if (b == 0) return 0;
-  if (b == -1) return ({type})(0 - (u{type})a);  // of the least number a quotient would not fit
-  const {type} quotient = a / b;
-  return quotient - (a % b != 0 && (a < 0) != (b < 0));
+  if (b == -1) return (int{bits}_t)(0 - (uint{bits}_t)a);  // of the least number a quotient would not fit
+  return a / b - (a % b != 0 && (a < 0) != (b < 0));
 }}
-{kind} {type} tilewise_floor_remainder{suffix}({type} a, {type} b) {{
+{kind} int64_t tilewise_floor_remainder{bits}(int64_t dividend, int64_t divisor) {{
+  const int{bits}_t a = (int{bits}_t)dividend, b = (int{bits}_t)divisor;
   if (b == 0 || b == -1) return 0;
-  const {type} rest = a % b;
+  const int{bits}_t rest = a % b;
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }}
 """
@@ -118,7 +120,7 @@ def source(kernel: Any, target: str) -> str:
 def _whole_numbers(target: str) -> str:
     """TileLang's C target declares what it calls, as C's."""
     kind = 'extern "C" inline' if target == C else "static __device__ __forceinline__"
-    return "".join(_WHOLE_NUMBERS.format(kind=kind, type=f"int{bits}_t", suffix=bits) for bits in (32, 64))
+    return "".join(_WHOLE_NUMBERS.format(kind=kind, bits=bits) for bits in (32, 64))
 
 
 def as_target(target: str) -> Any:

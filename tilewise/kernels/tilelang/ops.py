@@ -86,7 +86,8 @@ def _of_whole_numbers(name: str, a: Any, b: Any) -> Any:
 
     Its simplifier (0.1.15) is wrong on quotients that are negative, and makes of (-(x // 5)) % 2 what it is not.
     """
-    return T.call_pure_extern(a.dtype, f"{WHOLE_NUMBERS}_{name}{a.dtype.bits}", a, b)
+    wide = (T.cast(x, "int64") for x in (a, b))  # as TileLang has indices: it would widen arguments, but no result
+    return T.cast(T.call_pure_extern("int64", f"{WHOLE_NUMBERS}_{name}{a.dtype.bits}", *wide), a.dtype)
 
 
 def _extreme(larger: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
