@@ -213,6 +213,7 @@ def test_numbers_on_another_device_follow_the_hosts(monkeypatch: pytest.MonkeyPa
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 X = np.zeros((2, 2, 5, 8), np.float32)
+WIDE, PAGES = np.zeros((2, 2, 5, 576), np.float32), np.zeros((4, 2, 16, 576), np.float32)
 Q1 = np.zeros((2, 4, 1, 8), np.float32)
 
 
@@ -253,6 +254,11 @@ def _cache() -> tw.KVCache:
         (lambda: tw.KVCache.like(X, X, capacity=0), ValueError, "capacity: expected a positive whole number, got 0"),
         (lambda: tw.KVCache.like(X[0], X[0], capacity=9), ValueError, r"k: expected \(batch, heads, n, d\)"),
         (lambda: tw.KVCache.like([1], X, capacity=9), TypeError, "k: expected a NumPy array or a PyTorch tensor"),
+        (lambda: tw.KVCache.like(WIDE, X, capacity=9), ValueError, "k: expected a head dimension .* 512, got 576"),
+        (lambda: tw.KVCache.like(X, WIDE, capacity=9), ValueError, "v: expected a head dimension .* 512, got 576"),
+        (lambda: tw.KVCache(WIDE, WIDE), ValueError, "k: expected a head dimension .* 512, got 576"),
+        (lambda: tw.PagedKVCache.like(WIDE, X, pages=4), ValueError, "k: expected a head dimension .* 512, got 576"),
+        (lambda: tw.PagedKVCache(PAGES, PAGES, batch=2), ValueError, "k: expected a head dimension .* 512, got 576"),
         (lambda: tw.PagedKVCache.like(X, X, pages=4, page_size=24), ValueError, "page size: expected a power of 2"),
         (lambda: tw.PagedKVCache.like(X, X, pages=4, page_size=8), ValueError, "page size: expected a power of 2"),
     ],

@@ -55,3 +55,36 @@ def test_kernel_systems_never_import_each_other() -> None:
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tilewise.kernels."):
                     imported = node.module.split(".")[2]  # type: ignore[union-attr]
                     assert imported not in systems or imported == name, f"{path} imports {node.module}"
+
+
+def test_modules_are_attributes_before_they_are_imported() -> None:
+    """`import tilewise as tw` is enough for tw.lab; it imports none of them, nor PyTorch."""
+    script = """
+import sys
+import tilewise as tw
+names = ("integrations", "lab", "nn", "parallel")
+assert not [name for name in names if f"tilewise.{name}" in sys.modules], "importing is lazy"
+assert set(names) <= set(dir(tw)) and "attention" in dir(tw)
+assert tw.lab.count_blocks(4, 4, 2, 2, causal=False) == 4
+assert tw.integrations.__doc__
+assert "torch" not in sys.modules
+assert tw.nn.MultiHeadAttention and tw.parallel.shard
+assert not hasattr(tw, "parallels")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+def test_a_module_that_needs_pytorch_says_so_where_there_is_none() -> None:
+    script = """
+import inspect, sys
+sys.modules["torch"] = None
+import tilewise as tw
+assert not hasattr(tw, "nn")
+inspect.getmembers(tw)
+tw.parallel
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith(
+        "AttributeError: tilewise.parallel cannot be imported: it needs PyTorch: pip install torch\n"
+    )

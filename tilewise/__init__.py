@@ -1,5 +1,8 @@
 """Tilewise: exact attention, computed tile by tile. One definition of a variant, every kernel system."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 from tilewise._version import __version__
 from tilewise.api import attention, attention_varlen, attention_vjp, decode, explain, weights
 from tilewise.cache import KVCache, PagedKVCache
@@ -17,6 +20,28 @@ from tilewise.sdpa import scaled_dot_product_attention
 from tilewise.spec import Grads, Partial, Tile
 from tilewise.text import ExpressionError, parse
 from tilewise.variants import alibi, bias, causal, dense, dilated, document, prefix, relative, softcap, t5, window
+
+if TYPE_CHECKING:  # type checkers see these modules, and no name that there is not
+    from tilewise import integrations as integrations
+    from tilewise import lab as lab
+    from tilewise import nn as nn
+    from tilewise import parallel as parallel
+else:
+    # `tw.nn` works after `import tilewise as tw` alone, which imports neither them nor the PyTorch that some need.
+    _LAZY = ("integrations", "lab", "nn", "parallel")
+
+    def __getattr__(name: str) -> object:
+        if name not in _LAZY:
+            raise AttributeError(f"module 'tilewise' has no attribute {name!r}")
+        try:
+            return _import_module(f"tilewise.{name}")
+        except ImportError as error:  # hasattr() and inspect expect an AttributeError
+            advice = "it needs PyTorch: pip install torch" if error.name == "torch" else str(error)
+            raise AttributeError(f"tilewise.{name} cannot be imported: {advice}") from error
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY})
+
 
 __all__ = [
     "HK",

@@ -186,8 +186,7 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
             raise ValueError(
                 f"{name}: the last dimension must be contiguous, got a stride of {step}; copy it with {copy}"
             )
-        if not 1 <= x.shape[3] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}: expected a head dimension (the last) of 1 to {MAX_HEAD_DIM}, got {x.shape[3]}")
+        check_head_dim(name, x)
         if x.shape[0] != q.shape[0]:
             advice = _to_share(name, q, x)
             raise ValueError(f"{name}: expected a batch of {q.shape[0]} as q has, got {x.shape[0]}{advice}")
@@ -204,6 +203,12 @@ def _check_sizes(q: Any, k: Any, v: Any) -> None:
             f"k: its heads must divide q's {q.shape[1]} heads (grouped queries), got {k.shape[1]}; arrays are "
             "(batch, heads, n, d), packed ones (total, heads, d): swap axes if yours are others"
         )
+
+
+def check_head_dim(name: str, x: Any) -> None:
+    """Refuse an array whose last dimension no kernel system takes."""
+    if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"{name}: expected a head dimension (the last) of 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}")
 
 
 def _to_share(name: str, q: Any, x: Any) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.expr import INT32_MAX
+from tilewise.validate import check_head_dim
 
 
 def check_like(name: str, x: Any, stored: Any) -> None:
@@ -47,6 +48,7 @@ def check_storage(k: Any, v: Any, layout: str) -> None:
             raise ValueError(f"{name}: expected {layout}, none of them 0, got shape {tuple(x.shape)}")
         if max(x.shape) > INT32_MAX:
             raise ValueError(f"{name}: expected sizes of at most {INT32_MAX}, got shape {tuple(x.shape)}")
+        check_head_dim(name, x)
         check_like(name, x, k)
         _check_writable(name, x)
     if v.shape[:3] != k.shape[:3]:
@@ -87,6 +89,7 @@ def zeros(name: str, x: Any, rows: int, first: int | None = None) -> Any:
     """Storage for arrays like x, (batch, heads, n, d), with as many rows, and pages in place of its batch if told."""
     if len(x.shape) != 4:
         raise ValueError(f"{name}: expected (batch, heads, n, d), got shape {tuple(x.shape)}")
+    check_head_dim(name, x)  # before memory is taken
     size = int(x.shape[0]) if first is None else first, int(x.shape[1]), rows, int(x.shape[3])
     try:
         return x.new_zeros(size) if arrays.is_torch(x) else np.zeros(size, x.dtype)

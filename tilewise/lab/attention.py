@@ -85,8 +85,7 @@ class TiledAttention:
         heads = list(np.ndindex(Q.shape[:-2]))
         computed = sum(loops(Q[head], K[head], V[head], *sizes, visible(head), out[head]) for head in heads)
         grid = count_blocks(Q.shape[-2], K.shape[-2], self.block_size_q, self.block_size_kv, causal=False)
-        total = grid.total * len(heads)
-        self.last_blocks = Blocks(total, computed, total - computed)
+        self.last_blocks = Blocks(grid.total * len(heads), computed)
         return out
 
     def _check_sram(self, d: int, d_v: int, dtype: np.dtype[Any]) -> None:

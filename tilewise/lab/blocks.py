@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -14,16 +15,38 @@ from tilewise.lab.checks import whole
 Visible = Callable[[slice, slice], "Array | bool"]
 
 
-class Blocks(NamedTuple):
-    """How many (query block, key block) pairs there are, and how many were computed and skipped."""
+class Blocks(int):
+    """How many blocks, (query block, key block) pairs, are computed: a whole number, with the total and the skipped.
+
+    Two counts are equal if as many blocks are computed; `total` and `skipped` are not compared.
+    """
 
     total: int
-    computed: int
     skipped: int
+
+    def __new__(cls, total: SupportsIndex, computed: SupportsIndex) -> Blocks:
+        made = super().__new__(cls, index(computed))
+        made.total, made.skipped = index(total), index(total) - index(computed)
+        return made
+
+    @property
+    def computed(self) -> int:
+        return int(self)
+
+    def __repr__(self) -> str:
+        return f"Blocks(total={self.total}, computed={int(self)}, skipped={self.skipped})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __reduce__(self) -> tuple[type[Blocks], tuple[int, int]]:  # copies and pickles keep both numbers
+        return Blocks, (self.total, int(self))
 
 
 def count_blocks(n_q: int, n_kv: int, block_q: int, block_kv: int, causal: bool) -> Blocks:
-    """The block pairs of an attention and, if causal, how many of them are skipped: counted without visiting any.
+    """How many block pairs an attention computes, an int that knows `.total` and `.skipped`; none is visited.
+
+        count_blocks(128, 128, 32, 32, causal=True)  # 10, of 16
 
     The last query of block i sees keys up to (i + 1) * block_q - 1 + n_kv - n_q; a block that starts later is skipped.
     """
@@ -32,10 +55,10 @@ def count_blocks(n_q: int, n_kv: int, block_q: int, block_kv: int, causal: bool)
     blocks_q, blocks_kv = -(-n_q // block_q), -(-n_kv // block_kv)
     total = blocks_q * blocks_kv
     if not causal:
-        return Blocks(total, total, 0)
+        return Blocks(total, total)
     last_keys = (min((i + 1) * block_q, n_q) - 1 + n_kv - n_q for i in range(blocks_q))
     computed = sum(max(0, last_key // block_kv + 1) for last_key in last_keys)
-    return Blocks(total, computed, total - computed)
+    return Blocks(total, computed)
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:
