@@ -21,6 +21,12 @@ from tilewise.kernels.disk import Files
 from tilewise.kernels.numpy import NumpyKernel
 from tilewise.spec import Partial
 
+# All of their values are needed at the end, so that no order of work holds few of them.
+WIDE_MASK = "; ".join(f"t{i} = K * {i + 2} + Q" for i in range(400)) + "; (" + " + ".join(
+    f"t{i} % {401 - i}" for i in reversed(range(400))
+) + ") % 2 < 1"  # fmt: skip
+WIDE_SCORE = WIDE_MASK.replace("; (", "; where((", 1) + ", S, -inf) - H"
+
 
 @pytest.fixture
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +224,20 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["plan", "--block", "0"], "--block: expected a size such as 128 or 64x128, got '0'"),
         (["plan", "--block", "1x2x3"], "--block"),
+        (["plan", "--block", "1x99999999999999999999"], "--block: expected a size such as 128 or 64x128, got '1x9999"),
+        (["plan", "--n", "99999999999999999999"], "--n: expected at most 2147483647, got 99999999999999999999"),
+        (["plan", "--n-k", "99999999999999999999"], "--n: expected at most 2147483647, got 99999999999999999999"),
+        (["plan", "--batch", "99999999999999999999"], "--batch: expected at most 2147483647"),
+        (["plan", "--d", "99999999999999999999"], "--d: expected at most 2147483647"),
+        (
+            ["plan", "--mask", "H < 5", "--heads", "100000000"],
+            "--block: 128 x 128 makes 8 x 8 tiles for each of 100000000 (sequence, head) pairs, which the expression",
+        ),
+        (["plan", "--mask", "B < K", "--batch", "100000000"], "for each of 100000000 (sequence, head) pairs"),
+        (["plan", "--n-q", "50000000", "--n-k", "1", "--block", "1"], "1,000,000 rows are the most: take larger tiles"),
+        (["plan", "--mask", WIDE_MASK, "--n", "600000"], "too many for an expression of"),
+        (["plan", "--score", "t5([1, 2, 3, 4], 1000000000)"], "--score: in 't5(["),
+        (["explain", "--score", WIDE_SCORE, "--n", "4096", "--block", "128", "--heads", "64"], "too many for an expr"),
         (["plan", "--arch", "sm_12"], "--arch: expected one of sm_70, sm_75"),
         (["plan", "--n", "-1"], "--n: expected at least 0, got -1"),
         (["plan", "--heads", "6", "--heads-k", "4"], "--heads-k: expected a divisor of --heads 6, got 4"),

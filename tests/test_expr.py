@@ -17,6 +17,7 @@ from tests.strategies import value
 from tilewise import expr as ex
 from tilewise.derivative import derivative
 from tilewise.expr import BOOL, FLOAT, INT, NK, NQ, B, H, K, Q, S, load
+from tilewise.walking import evaluate
 
 GRID = [-7, -3, -2, -1, 0, 1, 2, 5]
 FLOAT_GRID = [-2.5, -1.0, -0.25, 0.0, 0.5, 1.0, 3.75]
@@ -475,3 +476,25 @@ def test_unknown_functions_are_refused_with_a_list(call):
 def test_np_where_is_refused_with_advice():
     with pytest.raises(TypeError, match=r"tw\.where"):
         np.where(Q < K, 1, 2)
+
+
+def test_values_are_forgotten_after_their_last_use():
+    """They may be arrays of a whole grid, and an expression may have thousands of nodes."""
+
+    class Value:
+        alive = most = 0
+
+        def __init__(self, *of):
+            Value.alive += 1
+            Value.most = max(Value.most, Value.alive)
+
+        def __del__(self):
+            Value.alive -= 1
+
+    long, square = K + 1, Q * Q
+    for i in range(500):
+        long = (long * square) % (i + 2) + long
+    ops = dict.fromkeys(("const", "add", "mul", "mod"), Value)
+    kept = Value(), Value()
+    assert isinstance(evaluate(long, {"K": kept[0], "Q": kept[1]}, ops), Value)
+    assert Value.most < 12

@@ -459,6 +459,31 @@ def test_numbers_against_brute_force(mask, dtype, size, wide):
 # -- the cache --------------------------------------------------------------------------------------------------------
 
 
+def test_numbers_beyond_64_bits():
+    """Of sizes that no machine holds, as a plan on the command line may have them."""
+    many = 2**31 - 1
+    p = made(tile=(many, 128), batch=many, heads=many, n_q=many, n_k=2**20)
+    assert p.counts == {EMPTY: 0, PARTIAL: 0, FULL: many**2 * 2**13}
+    assert p.flops == p.flops_naive == 2 * many**3 * 2**20 * 16
+    ragged = made(tw.causal(), tile=(3, 2), n_q=7, n_k=7)
+    assert ragged.flops == 2 * 16 * (3 * 4 + 3 * 6 + 1 * 7)
+
+
+@pytest.mark.parametrize(
+    ("mask", "told_apart"), [(None, (1, 1)), (K < Q, (1, 1)), (K < B, (5, 1)), (K < H, (1, 6)), (K < B + HK, (5, 6))]
+)
+@pytest.mark.parametrize("n", [(64, 64), (2000, 40), (40, 2000), (2048, 2048), (1, 9000), (300, 300)])
+def test_what_is_classified_at_once(mask, told_apart, n, monkeypatch):
+    """No call of the interval arithmetic sees more tiles than the plan says."""
+    seen = []
+    classify = schedule._classify
+    monkeypatch.setattr(schedule, "_classify", lambda *given: seen.append(classify(*given)) or seen[-1])
+    p = made(mask, batch=5, heads=6, heads_k=6, n_q=n[0], n_k=n[1], tile=(1, 1))
+    assert p.told_apart == told_apart
+    assert len(p.by_query.offsets) == told_apart[0] and len(p.by_key.offsets[0]) == told_apart[1]
+    assert max(kinds.size for kinds in seen) <= p.at_once <= 16 * 9000 * 30
+
+
 def test_the_same_plan_is_found_again():
     a = made(tw.causal() & tw.window(11))
     assert made(tw.causal() & tw.window(11)) is a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tests.strategies import any_exprs, dense_values, profile
 from tilewise import expr as ex
+from tilewise import text, walking
 from tilewise.expr import KP, NK, NQ, QP, B, H, K, Q, S
 from tilewise.text import MAX_INLINE, MAX_LENGTH
 from tilewise.walking import evaluate, loads, variables
@@ -427,3 +429,53 @@ def test_limits_are_what_they_say():
 
 def test_an_error_is_a_value_error():
     assert issubclass(tw.ExpressionError, ValueError)
+
+
+# -- chains of `>>` ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def visited(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many nodes each walk visits."""
+    counted: list[int] = []
+
+    def nodes(*roots: tw.Expr) -> list[tw.Expr]:
+        found = walking.nodes(*roots)
+        counted.append(len(found))
+        return found
+
+    monkeypatch.setattr(text, "nodes", nodes)
+    monkeypatch.setattr(ex, "nodes", nodes)
+    return counted
+
+
+def _chain(count: int) -> str:
+    return ">>".join(f"S*{i + 2}.0" for i in range(count))
+
+
+def _named_chain(count: int) -> str:
+    """As long as can be: it nests nothing."""
+    return "t0=S;" + "".join(f"t{i + 1}=t{i}>>S*{i + 2}.0;" for i in range(count)) + f"t{count}"
+
+
+@pytest.mark.parametrize("chain", [_chain, _named_chain])
+def test_a_chain_costs_what_it_is_long(visited: list[int], chain: Callable[[int], str]) -> None:
+    def steps(count: int) -> int:
+        visited.clear()
+        tw.parse(chain(count))
+        return sum(visited)
+
+    assert steps(200) < 2.2 * steps(100)
+
+
+def test_a_chain_means_what_it_meant() -> None:
+    assert tw.parse(_named_chain(3)) is tw.parse(_chain(3)) is tw.S * 2.0 * 3.0 * 4.0
+    assert repr(tw.parse(_named_chain(3000))).count("*") == 3000
+
+
+@pytest.mark.parametrize("line", ["t{i}=S+1.0>>t{before}", "t{i}=t{before}>>t{before}"])
+def test_a_chain_that_copies_what_it_has_made_is_refused_soon(visited: list[int], line: str) -> None:
+    lines = ["t0=S*2.0", *(line.format(i=i, before=i - 1) for i in range(1, 3000)), "t2999"]
+    with pytest.raises(tw.ExpressionError, match="`>>` would copy more than 16384 operations; write a >> b >> c"):
+        tw.parse(";".join(lines))
+    assert sum(visited) < 4 * text.MAX_NODES

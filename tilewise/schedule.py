@@ -104,13 +104,26 @@ class Plan:
                 grid[i, first:last] = kind
         return grid
 
+    @property
+    def told_apart(self) -> tuple[int, int]:
+        """For how many sequences and heads tiles are classified: 1 if the expression does not read which it is."""
+        used = variables(self.live) if self.live is not None else frozenset()
+        return self.shape.batch if "B" in used else 1, self.shape.heads if {"H", "HK"} & used else 1
+
+    @property
+    def at_once(self) -> int:
+        """The most tiles, or blocks of them, that are classified together: each takes memory while a plan is made."""
+        (n_q, n_k), (batches, heads) = self.grid, self.told_apart
+        coarse, band = -(-n_q // _COARSE) * -(-n_k // _COARSE), max(min(_COARSE, n_q) * n_k, min(_COARSE, n_k) * n_q)
+        return batches * heads * (n_q * n_k if n_q * n_k <= _COARSE**3 else max(coarse, band))
+
     # -- what it costs ------------------------------------------------------------------------------------------------
     @lazy
     def counts(self) -> dict[Kind, int]:
         """Tiles by kind, over all batches and heads."""
         first, last, kind = self.by_query.table.T
-        size = (last - first) * self._repeats
-        counts = {k: int(size[kind == k].sum()) for k in (Kind.PARTIAL, Kind.FULL)}
+        size = last - first
+        counts = {k: int(size[kind == k].sum()) * self._repeats for k in (Kind.PARTIAL, Kind.FULL)}
         total = self.grid[0] * self.grid[1] * self.shape.batch * self.shape.heads
         return {Kind.EMPTY: total - sum(counts.values()), **counts}
 
@@ -127,8 +140,11 @@ class Plan:
         keys = np.minimum(last * self.tile.k, self.shape.n_k) - first * self.tile.k
         offsets = self.by_query.offsets
         row_of_run = np.repeat(np.tile(np.arange(self.grid[0]), offsets[..., 0].size), np.diff(offsets).ravel())
-        rows = np.minimum((row_of_run + 1) * self.tile.q, self.shape.n_q) - row_of_run * self.tile.q
-        return int((keys * rows).sum()) * self._repeats, int(keys.sum()) * self._repeats
+        loaded, last_row = int(keys.sum()), self.grid[0] - 1
+        of_last = int(keys[row_of_run == last_row].sum())
+        # Python's integers: scores are more than 64 bits can count before anything else is too large.
+        scores = (loaded - of_last) * self.tile.q + of_last * (self.shape.n_q - last_row * self.tile.q)
+        return scores * self._repeats, loaded * self._repeats
 
     @property
     def flops(self) -> int:
@@ -308,9 +324,8 @@ def _classify(plan: Plan, edges_q: Array, edges_k: Array) -> Array:
     q_hi, k_hi = np.minimum(q_hi, shape.n_q) - 1, np.minimum(k_hi, shape.n_k) - 1
     if plan.live is None:
         return np.where(ragged, Kind.PARTIAL, Kind.FULL).astype(np.uint8)[None, None]
-    used = variables(plan.live)
-    batch = np.arange(shape.batch)[:, None, None, None] if "B" in used else np.zeros((1, 1, 1, 1), np.int64)
-    heads = np.arange(shape.heads)[:, None, None] if {"H", "HK"} & used else np.zeros((1, 1, 1), np.int64)
+    batches, told_heads = plan.told_apart
+    batch, heads = np.arange(batches)[:, None, None, None], np.arange(told_heads)[:, None, None]
     lo = shape.env(batch, heads, q_lo[:, None], k_lo)
     hi = shape.env(batch, heads, q_hi[:, None], k_hi)
     env = {"S": SCORE, **{name: (np.asarray(lo[name]), np.asarray(hi[name])) for name in lo}}

@@ -21,7 +21,7 @@ from tilewise.walking import loads, nodes
 MAX_LENGTH = 65536
 MAX_INLINE = 256  # nodes as printed; beyond it shared and deep parts are named, so that no text blows up
 MAX_PART = 1024  # characters of a part, once parts are named: no text nests deeper than it can be parsed
-MAX_NODES = 16384  # of an expression read from text: `>>` of a thing with itself doubles it
+MAX_NODES = 16384  # that `>>` may copy, all together: of a thing with itself it doubles it
 
 _SYMBOL = {**ex.ARITHMETIC, **ex.COMPARISONS, **ex.LOGIC}
 # How tightly Python binds: & and | bind tighter than comparisons.
@@ -140,7 +140,7 @@ class _Parser:
     def __init__(self, text: str, arrays: Sequence[Any]) -> None:
         from tilewise.variants import VARIANTS
 
-        self.text = text
+        self.text, self.copied = text, 0
         self.names: dict[str, Any] = {"inf": ex.constant(float("inf")), **ex.VARIABLES}
         self.names.update((f"a{i}", array) for i, array in enumerate(arrays))
         self.functions: dict[str, Any] = {**_FUNCTIONS, **VARIANTS}
@@ -175,8 +175,8 @@ class _Parser:
                 return ~ex.lift(self.value(operand))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
                 a, b = ex.lift(self.value(left)), ex.lift(self.value(right))
-                if isinstance(op, ast.RShift) and len(nodes(a)) + len(nodes(b)) > MAX_NODES:
-                    raise self.error(node, f"the expression would have more than {MAX_NODES} operations")
+                if isinstance(op, ast.RShift):
+                    self.count_copied(node, b)
                 return getattr(a, _BINARY[type(op)])(b)
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _BINARY:
                 return getattr(ex.lift(self.value(left)), _BINARY[type(op)])(ex.lift(self.value(right)))
@@ -190,6 +190,13 @@ class _Parser:
                 return self.call(node, name, args, keywords)
         advice = _ADVICE.get(type(node)) or _ADVICE.get(type(getattr(node, "op", node)))
         raise self.error(node, advice or "only numbers, lists of numbers, variables, operators and named functions are")
+
+    def count_copied(self, node: ast.AST, after: Expr) -> None:
+        """`first >> after` copies `after` alone. What is copied is counted over the whole text, so that a chain costs
+        what its text is long, and one that builds on itself ends soon."""
+        self.copied += len(nodes(after))
+        if self.copied > MAX_NODES:
+            raise self.error(node, f"`>>` would copy more than {MAX_NODES} operations; write a >> b >> c from the left")
 
     def number(self, node: ast.AST) -> bool | int | float:
         value = self.value(node)

@@ -52,20 +52,38 @@ def _walk(*roots: Expr) -> list[Expr]:
 
 def evaluate(expr: Expr, env: Mapping[str, Any], ops: OpTable) -> Any:
     """The meaning of `expr` under an op table: each node's operation, applied to its arguments' values, once a node."""
-    return evaluate_all(expr, env, ops)[expr]
+    values: dict[Expr, Any] = {}
+    for node, done in zip(nodes(expr), remembered(expr, "done", _last_uses), strict=True):
+        values[node] = _value(node, values, env, ops)
+        for other in done:  # values may be large arrays, and expressions long
+            del values[other]
+    return values[expr]
 
 
 def evaluate_all(expr: Expr, env: Mapping[str, Any], ops: OpTable) -> dict[Expr, Any]:
     """The values of every node of `expr`."""
     values: dict[Expr, Any] = {}
     for node in nodes(expr):
-        if node.op == "var":
-            values[node] = env[node.payload]
-        elif node.op in ("const", "load"):
-            values[node] = ops[node.op](node.payload, *(values[a] for a in node.args))
-        else:
-            values[node] = ops[node.op](*(values[a] for a in node.args))
+        values[node] = _value(node, values, env, ops)
     return values
+
+
+def _value(node: Expr, values: Mapping[Expr, Any], env: Mapping[str, Any], ops: OpTable) -> Any:
+    if node.op == "var":
+        return env[node.payload]
+    given = (node.payload,) if node.op in ("const", "load") else ()
+    return ops[node.op](*given, *(values[a] for a in node.args))
+
+
+def _last_uses(expr: Expr) -> list[tuple[Expr, ...]]:
+    """For each node in order, those that no later one uses."""
+    seen: set[int] = set()
+    found: list[tuple[Expr, ...]] = []
+    for node in reversed(nodes(expr)):
+        last = {id(a): a for a in node.args if id(a) not in seen}
+        seen.update(last)
+        found.append(tuple(last.values()))
+    return found[::-1]
 
 
 def variables(expr: Expr) -> frozenset[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from tilewise import schedule
 from tilewise.cli import UserError, explain_server
-from tilewise.cli.plan import tile_of, with_expression
+from tilewise.cli.plan import check_plan, tile_of, with_expression
 from tilewise.cli.terminal import progress
 from tilewise.explainer.page import MOST_BYTES, page, payload, recorded_bytes
 from tilewise.explainer.record import record
@@ -152,6 +152,7 @@ def _check_size(spec: Attention, shape: Shape, tile: Tile, head: int, label: Cal
     if rows * columns > MOST_TILES:
         told = f"{tile.q} x {tile.k} makes {rows} x {columns} tiles, {MOST_TILES} in all is the most"
         raise UserError(f"{label('block')}: {told}; take larger tiles or shorter sequences")
+    check_plan(plan, label("block"))
     taken = recorded_bytes(plan, head)
     if taken > MOST_BYTES:
         told = f"the recorded numbers would take {size(taken)}, {size(MOST_BYTES)} is the most"

@@ -15,8 +15,12 @@ from tilewise.schedule import Kind, Plan
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.text import ExpressionError, parse
 from tilewise.validate import check_variant, mask_expression, score_expression
+from tilewise.walking import nodes
 
-MAX_TILES = 10**8
+MAX_TILES = 10**8  # of all sequences and heads that a plan tells apart: what takes time
+MAX_ROWS = 10**6  # of tiles, likewise: each has an entry
+MAX_NUMBERS = 10**8  # operations of the expression, times the tiles that are classified together: what takes memory
+MAX_SIZE = 2**31 - 1
 
 _EXAMPLES = """examples:
   tilewise plan --mask "causal() & window(512)" --n 8192 --block 128
@@ -70,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     spec = with_expression(Attention(shape.d**-0.5), shape, "mask", args.mask, "--mask")
     spec = with_expression(spec, shape, "score", args.score, "--score")
     plan = schedule.plan(spec, shape, tile)
-    if plan.grid[0] * plan.grid[1] > MAX_TILES:
-        raise UserError(f"--block: {tile.q} x {tile.k} makes {plan.grid[0]} x {plan.grid[1]} tiles; take larger ones")
+    check_plan(plan, "--block")
     if args.json:
         print(json.dumps(_numbers(plan), indent=2))
         return 0
@@ -95,16 +98,33 @@ def with_expression(spec: Attention, shape: Shape, kind: str, text: str | None, 
     return spec
 
 
+def check_plan(plan: Plan, label: str) -> None:
+    """Refuse a plan that would take minutes or gigabytes to make, before it is made. label: what errors call tiles."""
+    (rows, columns), (batches, heads) = plan.grid, plan.told_apart
+    told = f"{plan.tile.q} x {plan.tile.k} makes {rows} x {columns} tiles"
+    if batches * heads > 1:
+        told += f" for each of {batches * heads} (sequence, head) pairs, which the expression tells apart"
+    if batches * heads * rows * columns > MAX_TILES or batches * heads * rows > MAX_ROWS:
+        limits = f"{MAX_TILES:,} tiles in {MAX_ROWS:,} rows are the most"
+        raise UserError(f"{label}: {told}; {limits}: take larger tiles, or fewer heads")
+    operations = 0 if plan.live is None else len(nodes(plan.live))
+    if plan.at_once * operations > MAX_NUMBERS:
+        told = f"{told}, too many for an expression of {operations} operations"
+        raise UserError(f"{label}: {told}; take larger tiles, fewer heads, or a shorter expression")
+
+
 def _shape(args: argparse.Namespace) -> Shape:
     n_q = args.n if args.n_q is None else args.n_q
     n_k = args.n if args.n_k is None else args.n_k
     heads_k = args.heads if args.heads_k is None else args.heads_k
     for name, value, least in (
-        ("--n", min(n_q, n_k), 0), ("--d", args.d, 1), ("--batch", args.batch, 1), ("--heads", args.heads, 1),
-        ("--heads-k", heads_k, 1),
+        ("--n", min(n_q, n_k), 0), ("--n", max(n_q, n_k), 0), ("--d", args.d, 1), ("--batch", args.batch, 1),
+        ("--heads", args.heads, 1), ("--heads-k", heads_k, 1),
     ):  # fmt: skip
         if value < least:
             raise UserError(f"{name}: expected at least {least}, got {value}")
+        if value > MAX_SIZE:
+            raise UserError(f"{name}: expected at most {MAX_SIZE}, got {value}")
     if args.heads % heads_k:
         raise UserError(f"--heads-k: expected a divisor of --heads {args.heads}, got {heads_k}")
     if not 0 <= args.head < args.heads:
