@@ -6,6 +6,8 @@ import base64
 import http.client
 import json
 import re
+import socket
+import struct
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,6 +196,75 @@ def test_the_server_serves_nothing_else(served: int) -> None:
     assert _get(served, f"/recording?mask={'x' * 20000}")[0] == 414
     with pytest.raises(UserError, match=f"--port: {served} cannot be served"):
         explain_server.server(served, {}, lambda form: {})
+
+
+def _raw(port: int, *lines: str) -> str:
+    """What comes back for these lines, which no HTTP library would send."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall("".join(f"{line}\r\n" for line in (*lines, "")).encode("latin-1"))
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b"")).decode()
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (["GET http://[ HTTP/1.1", "Host: {host}"], 400),
+        (["GET http://[::1/?x HTTP/1.1", "Host: {host}"], 400),
+        (["GET /\x00\xff?%ff=%00 HTTP/1.1", "Host: {host}"], 404),
+        (["POST /recording HTTP/1.1", "Host: {host}"], 501),
+        (["GET /recording?mask=%ff%00 HTTP/1.1", "Host: {host}"], 200),
+        (["GET /recording?seed=" + "9" * 5000 + " HTTP/1.1", "Host: {host}"], 200),
+        (["GET / HTTP/1.1"], 403),
+        (["GET / HTTP/1.1", "Host: "], 403),
+        (["GET / HTTP/1.1", "Host: 127.0.0.1"], 403),
+        (["GET / HTTP/1.1", "Host: evil.example:{port}"], 403),
+        (["GET / HTTP/1.1", "Host: 127.0.0.1.evil.example:{port}"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Host: evil.example:{port}"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Origin: https://evil.example"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Origin: null"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Origin: http://127.0.0.1:1"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Origin: http://{host}", "Origin: https://evil.example"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Sec-Fetch-Site: cross-site"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Sec-Fetch-Site: same-site"], 403),
+        (["GET / HTTP/1.1", "Host: {host}", "Origin: http://{host}", "Sec-Fetch-Site: same-origin"], 200),
+        (["GET / HTTP/1.1", "Host: {host}", "Sec-Fetch-Site: none"], 200),
+        (["GET / HTTP/1.1", "Host: localhost:9000"], 200),  # a forwarded port
+    ],
+)
+def test_the_server_answers_hostile_lines(
+    served: int, capfd: pytest.CaptureFixture[str], lines: list[str], status: int
+) -> None:
+    told = _raw(served, *(line.format(host=f"127.0.0.1:{served}", port=served) for line in lines))
+    assert told.startswith(f"HTTP/1.0 {status} ")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("header", ["Origin: https://evil.example", "Sec-Fetch-Site: cross-site"])
+def test_nothing_is_computed_for_another_site(header: str) -> None:
+    asked: list[Any] = []
+    made = explain_server.server(0, {}, lambda form: asked.append(form) or {})  # type: ignore[func-returns-value]
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    try:
+        host = f"Host: 127.0.0.1:{made.server_port}"
+        assert "HTTP/1.0 403 " in _raw(made.server_port, "GET /recording?mask=causal() HTTP/1.1", host, header)
+        assert asked == []
+        assert "HTTP/1.0 200 " in _raw(made.server_port, "GET /recording?mask=causal() HTTP/1.1", host)
+        assert asked == [{"mask": "causal()"}]
+    finally:
+        made.shutdown()
+        thread.join()
+        made.server_close()
+
+
+def test_a_browser_that_goes_away_is_no_error(served: int, capfd: pytest.CaptureFixture[str]) -> None:
+    connection = socket.create_connection(("127.0.0.1", served), timeout=60)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing it resets it
+    connection.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{served}\r\n".encode())
+    connection.close()
+    assert _get(served, "/")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_without_a_compiler_the_page_says_why() -> None:

@@ -16,7 +16,8 @@ from tilewise.sharing import Lock
 
 LOOPBACK = "127.0.0.1"
 MOST_QUERY = 16384  # characters
-_NAMES = ("127.0.0.1", "localhost")
+_NAMES = (LOOPBACK, "localhost")
+_OURS = ("same-origin", "none")  # our page asks, or whoever typed the address
 
 Recorder = Callable[[Mapping[str, str]], dict[str, Any]]
 
@@ -34,11 +35,18 @@ def server(port: int, first: dict[str, Any], recorder: Recorder) -> ThreadingHTT
     if not 0 <= port <= 65535:
         raise UserError(f"--port: expected 0 to 65535, got {port}")
     try:
-        return ThreadingHTTPServer((LOOPBACK, port), partial(_Handler, first, recorder, Lock()))
+        return _Server((LOOPBACK, port), partial(_Handler, first, recorder, Lock()))
     except OSError as error:
         raise UserError(
             f"--port: {port} cannot be served ({error.strerror}); name another one, or 0 for any"
         ) from error
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that went away while it was answered is no error; anything else is one of ours, and is told."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -51,11 +59,16 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*given)
 
     def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        if self.headers.get("Host", "").rpartition(":")[0] not in _NAMES:
-            # Another site's name that leads here: its scripts shall not read what we answer.
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", f"only http://{LOOPBACK} is served")
-        elif len(asked.query) > MOST_QUERY:
+        foreign = self._foreign()
+        if foreign is not None:
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", foreign)
+            return
+        try:
+            asked = urlsplit(self.path)
+        except ValueError as error:
+            self._answer(HTTPStatus.BAD_REQUEST, "text/plain", f"the address cannot be read: {error}")
+            return
+        if len(asked.query) > MOST_QUERY:
             self._answer(HTTPStatus.REQUEST_URI_TOO_LONG, "text/plain", f"at most {MOST_QUERY} characters are read")
         elif asked.path == "/":
             self._page(asked.query)
@@ -63,6 +76,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, "application/json", to_json(self._recorded(asked.query)))
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", "there are / and /recording")
+
+    def _foreign(self) -> str | None:
+        """Why a request is another site's, which shall neither read our answers nor have us compute; None: it is ours.
+
+        A site's own name may lead to this machine (its Host tells), and its pages may ask for ours: browsers then say
+        whence in Origin or Sec-Fetch-Site. Programs that are no browsers say neither.
+        """
+        hosts, origins, sites = (self.headers.get_all(name, []) for name in ("Host", "Origin", "Sec-Fetch-Site"))
+        name, _, port = hosts[0].partition(":") if len(hosts) == 1 else ("", "", "")
+        if name not in _NAMES or not (port.isdigit() and port.isascii()):
+            return f"only http://{LOOPBACK} and its port are served"
+        if any(origin != f"http://{hosts[0]}" for origin in origins) or any(site not in _OURS for site in sites):
+            return f"another site asks for this; open http://{hosts[0]}/ by its address instead"
+        return None
 
     def _page(self, query: str) -> None:
         data = self._recorded(query) if query else self._first
@@ -78,6 +105,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._recorder(dict(parse_qsl(query, keep_blank_values=True)))
         except UserError as error:
             return {"refused": str(error)}
+        except MemoryError as error:
+            return {"refused": f"out of memory: {error}"}
 
     def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()
