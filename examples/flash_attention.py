@@ -8,6 +8,7 @@ installed, whatever `auto` takes stands in for it, and the example says so.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -27,14 +28,21 @@ HEADS, D = 8, 64
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time FlashAttention in TileLang.")
-    parser.add_argument("--lengths", default="512,1024,2048,4096", help="of sequences that are timed (%(default)s)")
-    lengths = [int(n) for n in parser.parse_args().lengths.split(",")]
+    parser.add_argument("--lengths", default="512,1024,2048,4096", type=whole_numbers,
+                        help="of sequences that are timed (%(default)s)")  # fmt: skip
+    lengths = parser.parse_args().lengths
     device, system = where_to_compute()
     passed = [check(name, kernel, options, device) for name, kernel, options in exercises(system)]
     print("\nPerformance Comparison")
     for n in lengths:
         compare(n, device, system)
     return 0 if all(passed) else 1
+
+
+def whole_numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text):
+        raise argparse.ArgumentTypeError(f"expected whole numbers such as 512,1024, got {text!r}")
+    return [int(n) for n in text.split(",")]
 
 
 def where_to_compute() -> tuple[str, str]:

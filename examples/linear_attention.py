@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import sys
 import time
 from typing import Any
@@ -90,6 +91,12 @@ def comparison(lengths: list[int]) -> None:
     print("speed-up: of linear attention over standard attention.")
 
 
+def whole_numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text):
+        raise argparse.ArgumentTypeError(f"expected whole numbers such as 512,1024, got {text!r}")
+    return [int(n) for n in text.split(",")]
+
+
 def where_to_compute() -> tuple[Any, str]:
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -128,8 +135,9 @@ def _milliseconds(call: Any, device: str) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", default="1024,2048,4096", help="of sequences that are timed (%(default)s)")
-    lengths = [int(n) for n in parser.parse_args().lengths.split(",")]
+    parser.add_argument("--lengths", default="1024,2048,4096", type=whole_numbers,
+                        help="of sequences that are timed (%(default)s)")  # fmt: skip
+    lengths = parser.parse_args().lengths
     correctness()
     library, device = where_to_compute()
     if device != "cpu":

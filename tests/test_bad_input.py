@@ -187,7 +187,7 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
         f"tile {x!r}": (lambda x=x: tw.Tile(q=x), ValueError, ["Tile", "q must be a positive whole number", repr(x)])
         for x in (0, -1, True, 1.5, "8", None)
     },
-    "tile too large": (lambda: tw.Tile(10**20), ValueError, ["Tile", "q must be", "of at most 32 bits", str(10**20)]),
+    "tile too large": (lambda: tw.Tile(10**20), ValueError, ["Tile", "q must be", "of 32 bits", str(10**20)]),
     "tile k": (lambda: tw.Tile(4, 0), ValueError, ["Tile", "k must be a positive whole number", "0"]),
     # -- masks
     "mask of other queries": (
@@ -338,7 +338,7 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
     "signed table even": (lambda: tw.relative(make(4), signed=True), ValueError, ["relative", "odd", "4"]),
     "empty table": (lambda: tw.relative(make(0)), ValueError, ["relative: table", "at least one entry", "none"]),
     "t5 odd": (lambda: tw.t5(make(7, 4)), ValueError, ["t5", "even", "7"]),
-    "t5 too far": (lambda: tw.t5(make(32, 4), max_distance=10**9), ValueError, ["t5: max_distance", "at most 4194304"]),
+    "t5 too far": (lambda: tw.t5(make(32, 4), max_distance=10**9), ValueError, ["t5: max_distance", "1048576"]),
     "t5 too near": (lambda: tw.t5(make(32, 4), max_distance=3), ValueError, ["t5: max_distance", "3"]),
     # -- sinks
     "sinks of other heads": (lambda: call(sinks=make(2)), ValueError, ["sinks:", "(4,)", "(2,)"]),

@@ -18,7 +18,7 @@ import pytest
 
 from tests import fake_contestants as fakes
 from tilewise import reference
-from tilewise.bench import contestants, judge, measure, peers, run, table
+from tilewise.bench import contestants, headline, judge, machine, measure, peers, run, table
 from tilewise.bench.contestants import Contestant
 from tilewise.bench.judge import Judge
 from tilewise.bench.problem import VARIANTS, Cell, Problem
@@ -94,6 +94,7 @@ def test_memory_is_measured_end_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "FROM_TORCH", ())
+    monkeypatch.setattr(machine, "load", lambda: 0.0)
     path = tmp_path / "r.json"
     assert cli("--quick", "--n", "512", "--kernel", "numpy", "--repeat", "3", "--json", str(path)) == 0
     shown = capsys.readouterr()
@@ -244,6 +245,67 @@ def test_a_call_expected_to_take_too_long_is_not_made() -> None:
     first, second = sweep(fakes.right, cells=cells, settings=replace(FAST, budget=1e-9))
     assert first["status"] == "ok" and first["repetitions"] == 1
     assert second["status"] == "skipped" and "a call would take about" in second["reason"]
+
+
+# -- what may be claimed ----------------------------------------------------------------------------------------------
+
+
+def _timed(name: str, p10: float, median: float, p90: float, **changed: Any) -> dict[str, Any]:
+    cell = dict.fromkeys(table.CELL, "same")
+    times = {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
+    return {**cell, "contestant": name, "ours": name == "ours", "status": "ok", "ratio": None, **times, **changed}
+
+
+@pytest.mark.parametrize(
+    ("peer", "load", "line"),
+    [
+        ((1.9, 2.0, 2.1), 0.3, "ours: 2.00x the speed of the best peer, 1.81x to 2.21x by the spread (geometric mean"),
+        ((1.9, 2.0, 2.1), None, "ours: 2.00x the speed of the best peer"),
+        ((0.98, 1.01, 1.04), 0.3, "ours: as fast as the best peer, within the spread of 0.93x to 1.09x"),
+        ((0.9, 32.81, 60.0), 0.3, "ours: 0.86x to 63.16x the speed of the best peer: repetitions differ too much"),
+        ((31.0, 32.81, 35.0), 1.9, "The machine was busy: a load of 1.9 on 2 cores before the run."),
+    ],
+)
+def test_a_headline_says_what_the_spread_supports(
+    peer: tuple[float, float, float], load: float | None, line: str
+) -> None:
+    records = [
+        _timed("ours", 0.95, 1.0, 1.05),
+        _timed("peer", *peer),
+        _timed("slow peer", 50.0, 80.0, 90.0),
+        _timed("wrong peer", 0.1, 0.1, 0.1, status="wrong"),
+        _timed("refused", 0.0, 0.0, 0.0, median_ms=None, status="skipped"),
+    ]
+    told = table.summary({"records": records, "load": load, "machine": {"cores": 2}})
+    assert told[0].startswith(line)
+    assert len(told) == 2 and told[1] == "wrong peer: wrong or failed in 1 cells"
+    if not line.startswith("ours: 2.00x"):
+        assert not any(re.search(r"\d+x the speed", x) and " to " not in x for x in told), "there is no single number"
+
+
+def test_the_mean_is_over_cells() -> None:
+    cells = [
+        [_timed("ours", 1, 1, 1, n_k=n), _timed("peer", ratio, ratio, ratio, n_k=n)] for n, ratio in ((1, 2), (2, 8))
+    ]
+    told = headline.lines(cells)
+    assert told == ["ours: 4.00x the speed of the best peer, 4.00x to 4.00x by the spread (geometric mean of 2 cells)"]
+    assert headline.by_cell([r for cell in cells for r in cell], table.CELL) == cells
+
+
+def test_a_run_notes_how_busy_the_machine_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(peers, "FROM_TORCH", ())
+    monkeypatch.setattr(machine, "load", lambda: 32.5)
+    path = tmp_path / "r.json"
+    small = ("--quick", "--n", "64", "--kernel", "numpy", "--repeat", "3", "--no-memory")
+    assert cli(*small, "--json", str(path)) == 0
+    out = capsys.readouterr().out
+    assert f"The machine was busy: a load of 32.5 on {machine.cores()} cores before the run." in out
+    assert "the speed of the best peer" not in out
+    assert json.loads(path.read_text())["load"] == 32.5
+    assert cli("--from", str(path)) == 0
+    assert "The machine was busy" in capsys.readouterr().out
 
 
 # -- right and wrong --------------------------------------------------------------------------------------------------

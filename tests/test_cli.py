@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,10 +17,11 @@ from tilewise import cli, dispatch
 from tilewise.bench.problem import VARIANTS
 from tilewise.cli import UserError, compare, demo, terminal, trace
 from tilewise.kernels.cuda import CudaKernel, compiler
-from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.kernels.disk import Files
 from tilewise.kernels.numpy import NumpyKernel
-from tilewise.spec import Partial
+from tilewise.kernels.tilelang import TileLangCKernel
+from tilewise.kernels.triton import TritonKernel
+from tilewise.spec import Partial, Shape
 
 # All of their values are needed at the end, so that no order of work holds few of them.
 WIDE_MASK = "; ".join(f"t{i} = K * {i + 2} + Q" for i in range(400)) + "; (" + " + ".join(
@@ -32,6 +34,7 @@ WIDE_SCORE = WIDE_MASK.replace("; (", "; where((", 1) + ", S, -inf) - H"
 def short_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "LENGTHS", (64, 256))
     monkeypatch.setattr(compare, "BEYOND", 1024)
+    monkeypatch.setattr(demo, "FEW_VARIANTS", ("full", "alibi"))
 
 
 def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -40,16 +43,91 @@ def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
     return code, out, err
 
 
-def test_demo(capsys: pytest.CaptureFixture[str], short_demo: None) -> None:
+def test_demo(capsys: pytest.CaptureFixture[str], short_demo: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, name in ((TritonKernel, "triton"), (TileLangCKernel, "tilelang")):
+        monkeypatch.setattr(kind, "unavailable", lambda self, name=name: f"it is away; pip install 'tilewise[{name}]'")
+    monkeypatch.setattr(demo, "find_spec", lambda package: None)
     code, out, err = _run(capsys, "demo")
     assert code == 0
     assert err == "", "progress stays quiet when stderr is not a terminal"
-    assert out.count("✓ numpy") == len(demo.VARIANTS)
+    assert len(re.findall("✓ numpy +", out)) == len(demo.VARIANTS)
     assert "✗" not in out
     assert "[PASS] FlashAttention: Output matches reference (max error: 0.0000" in out
     assert "Output shape: [16, 64]\nSample output (first row):\n" in out
     assert "What it means" in out
     assert "every check passed" in out
+    if dispatch.kernel("cuda-sim").unavailable() is None:
+        for rung in dispatch.simulated_rungs():
+            assert len(re.findall(f"✓ {rung} +(full|alibi) +max error", out)) == 2
+        assert re.search("cuda-sim/forward_sm90 full +max error .*, float16", out)
+    for name in ("triton", "tilelang", "tilelang-c"):
+        extra = name.removesuffix("-c")
+        assert re.search(rf"\n  {name} .*pip install '\.\[{extra}\]'\n", out), "what adds a system, from these sources"
+
+
+def test_the_demo_needs_no_pytorch(tmp_path: Path) -> None:
+    """A bare machine has NumPy and a compiler: it shows the CUDA sources on the simulator."""
+    script = """
+import sys
+sys.modules["torch"] = None
+from tilewise import dispatch
+from tilewise.cli import demo
+names = [system.name for system in demo.systems(None)]
+assert "numpy" in names and not {"cuda", "triton", "cute", "tilelang", "tilelang-c"} & set(names), names
+if dispatch.kernel("cuda-sim").unavailable() is None:
+    assert set(dispatch.simulated_rungs()) < set(names)
+    shown = demo.systems("cuda-sim/forward_sm90")[0]
+    assert shown.dtype == "float16" and demo._check(shown, "full")[0] == "✓" and demo._sample(shown)
+"""
+    environment = {**os.environ, "TILEWISE_CACHE": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("kernel", ["tilelang-c/simple", "tilelang-c", "triton/basic", "cuda-sim/forward_sm90"])
+def test_the_demo_of_a_slow_system_ends(capsys: pytest.CaptureFixture[str], short_demo: None, kernel: str) -> None:
+    """It has few variants, small arrays of a type that it takes, and no race that it cannot win."""
+    reason = dispatch.kernel(kernel).unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    code, out, err = _run(capsys, "demo", "--kernel", kernel)
+    assert (code, err) == (0, "")
+    assert re.search(f"✓ {kernel} +full +max error", out)
+    assert ("unsupported: it is a first exercise" in out) == (kernel == "tilelang-c/simple")
+    assert f"Its time and memory are not compared: {kernel} stands in for a GPU, slowly." in out
+    assert "Not shown" not in out
+
+
+def test_the_demo_takes_arrays_that_a_system_can_compute_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(self: object, spec: object, shape: Shape) -> str | None:
+        return None if (shape.device, shape.dtype) == ("cuda:0", "bfloat16") else "halves on a GPU alone"
+
+    monkeypatch.setattr(CudaKernel, "unavailable", lambda self: None)
+    monkeypatch.setattr(CudaKernel, "unsupported", unsupported)
+    with pytest.raises(UserError, match=r"--kernel: the demo's arrays are not for 'cuda': halves on a GPU alone"):
+        demo.systems("cuda")
+    monkeypatch.setattr(demo, "_devices", lambda: ("cpu", "cuda:0"))
+    (shown,) = demo.systems("cuda")
+    assert (shown.device, shown.dtype, shown.slow, shown.tile) == ("cuda:0", "bfloat16", False, None)
+    names = [system.name for system in demo.systems(None)]
+    assert "cuda" in names and not any(name.startswith("cuda-sim") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("it needs torch; pip install 'tilewise[cuda]'", "it needs torch; {pip} install '.[cuda]'"),
+        ("there is no GPU", "there is no GPU; {pip} install '.[cuda]'"),
+        ("it failed:\n lines\n more", "it failed:; {pip} install '.[cuda]' (`tilewise doctor` tells all)"),
+    ],
+)
+def test_what_adds_a_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str, told: str) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda package: None)
+    assert demo._adding("cuda", reason) == told.format(pip=demo._pip())
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    assert demo._adding("cuda", reason) == told.format(pip="pip").replace("'.[", "'tilewise[")
+    monkeypatch.setattr(demo, "find_spec", lambda package: "here")
+    assert demo._adding("cuda", "there is no GPU") == "there is no GPU"
 
 
 def test_demo_of_one_kernel(capsys: pytest.CaptureFixture[str], short_demo: None) -> None:
@@ -57,15 +135,6 @@ def test_demo_of_one_kernel(capsys: pytest.CaptureFixture[str], short_demo: None
     code, _, err = _run(capsys, "demo", "--kernel", "abacus")
     assert code == 2
     assert f"--kernel: expected one of {', '.join(dispatch.NAMED)}, got 'abacus'" in err
-
-
-def test_demo_takes_every_name_that_works_on_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaSimKernel, "unavailable", lambda self: None)
-    monkeypatch.setattr(CudaKernel, "unavailable", lambda self: None)
-    assert demo._systems("cuda-sim") == ["cuda-sim"]
-    assert demo._systems("cuda-sim/tiled") == ["cuda-sim/tiled"]
-    with pytest.raises(UserError, match=r"--kernel: the demo's arrays are not for 'cuda': .* arrays are on cpu"):
-        demo._systems("cuda")
 
 
 def test_demo_shows_a_wrong_kernel(
@@ -77,7 +146,7 @@ def test_demo_shows_a_wrong_kernel(
             return Partial(done.out * np.float32(1.001), done.lse)
 
     monkeypatch.setattr(dispatch, "kernel", lambda name: Wrong())
-    code, out, _ = _run(capsys, "demo")
+    code, out, _ = _run(capsys, "demo", "--kernel", "numpy")
     assert code == 1
     assert "✗ numpy" in out
     assert "[FAIL] FlashAttention: Output does not match reference (max error: 0.0" in out
@@ -89,7 +158,7 @@ def test_demo_compares_what_it_says(short_demo: None, monkeypatch: pytest.Monkey
     used: list[str] = []
     attention = tw.attention
     monkeypatch.setattr(tw, "attention", lambda *a, **o: used.append(o["kernel"]) or attention(*a, **o))
-    rows = compare.on_cpu(["numpy"])
+    rows = compare.on_cpu("numpy")
     assert [row.n for row in rows] == [64, 2048, 1024]
     assert set(used) == {"numpy"}
     assert rows[1].matrix_bytes == 4 * 2048 * 2048

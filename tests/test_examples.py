@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import subprocess
 import sys
@@ -44,3 +45,19 @@ def test_a_gpu_without_tilelang(
     assert where() == ("cuda:0", chosen)
     assert asked == [("tilelang", "cuda:0", "bfloat16")]
     assert (f"Without TileLang's kernels: {reason}" in capsys.readouterr().out) == (reason is not None)
+
+
+@pytest.mark.parametrize("lengths", ["abc", "", "0", "-5", "512,", "1.5", "9" * 30])
+@pytest.mark.parametrize("example", ["flash_attention", "linear_attention"])
+def test_lengths_that_are_none(example: str, lengths: str) -> None:
+    parse = runpy.run_path(str(ROOT / "examples" / f"{example}.py"))["whole_numbers"]
+    with pytest.raises(argparse.ArgumentTypeError, match="expected whole numbers such as 512,1024, got"):
+        parse(lengths)
+    assert parse("64,128") == [64, 128]
+
+
+def test_an_option_of_an_example_that_is_wrong_is_told_without_a_traceback() -> None:
+    command = [sys.executable, "examples/flash_attention.py", "--lengths", "abc"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("argument --lengths: expected whole numbers such as 512,1024, got 'abc'\n")

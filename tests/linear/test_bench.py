@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tilewise as tw
 from tilewise.bench import machine
 from tilewise.bench.gpu.timing import Settings
 from tilewise.bench.stamp import stamp
@@ -287,3 +288,25 @@ def test_the_kernels_compiled_ahead_are_those_of_the_calls(monkeypatch: pytest.M
 
 def test_a_process_that_compiles_may_fail() -> None:
     bench_ahead._in_a_process("call", "no such contestant", bench_gpu.Shape(1, 8, 1, 8))
+
+
+def test_one_length_shows_no_growth(capsys: pytest.CaptureFixture[str]) -> None:
+    """A line through one point has any slope; NumPy warned of it."""
+    assert (
+        main(["bench", *["--linear", "--n", "32", "--d", "8", "--heads", "1", "--repeat", "1", "--kernel", "numpy"]])
+        == 0
+    )
+    told = capsys.readouterr().out
+    assert "grows" not in told
+    assert "\nLinear attention is the faster one " in told
+
+
+@pytest.mark.parametrize("call", [tw.attention, tw.linear_attention])
+def test_who_has_no_gpu_is_told_of_the_cpu_target(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    q = np.ones((1, 1, 4, 16), np.float32)
+    stands_in = "kernel='tilelang-c' computes the same in main memory, slowly"
+    with pytest.raises(tw.Unsupported, match=stands_in):
+        call(q, q, q, kernel="tilelang")
+    monkeypatch.setattr("tilewise.kernels.gpus.none_here", lambda: None)
+    with pytest.raises(tw.Unsupported, match=stands_in):
+        call(q, q, q, kernel="tilelang")

@@ -162,14 +162,16 @@ class _Entrant:
 
 
 def results(
-    records: list[Record], options: dict[str, Any], missing: dict[str, str], roof: roofline.Roof = roofline.UNKNOWN
-) -> dict[str, Any]:
-    """What is written as JSON."""
+    records: list[Record], options: dict[str, Any], missing: dict[str, str], roof: roofline.Roof = roofline.UNKNOWN,
+    load: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What is written as JSON. load: of the machine, before the run."""
     for record in records:
         record.update(roofline.fractions(record, roof))
     return {
         "schema": SCHEMA,
         **stamp({**machine.describe(options.get("device", "cpu"), options.get("threads")), **asdict(roof)}),
+        "load": load,
         "options": options,
         "missing": {name: public(reason) for name, reason in missing.items()},
         "records": records,

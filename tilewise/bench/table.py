@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any
 
-from tilewise.bench import machine
+from tilewise.bench import headline, machine
 from tilewise.explanation import size
 
 Record = dict[str, Any]
@@ -15,7 +15,8 @@ CELL = ("variant", "n_q", "n_k", "d", "dtype", "batch", "heads", "heads_k", "pas
 HEADS = ("contestant", "median ms", "p10 - p90", "GFLOP/s", "vs best peer", "extra memory", "max error")
 NOTES = (
     "GFLOP/s: 4 d operations for each visible (query, key) pair, the same for everyone (3.5 times that with backward).",
-    "vs best peer: 2.00x is twice as fast. Extra memory: peak beyond the inputs, the output and dense masks included.",
+    "vs best peer: 2.00x is twice as fast; in brackets the spread, from p10 and p90 of both.",
+    "Extra memory: peak beyond the inputs, the output and dense masks included.",
 )
 PEAK_NOTE = "GFLOP/s in brackets: as a part of the machine's measured peak in float32."
 
@@ -26,7 +27,7 @@ def text(results: dict[str, Any]) -> str:
     for _, records in groupby(sorted(results["records"], key=_place(results)), key=cell):
         lines += ["", *_table(list(records))]
     notes = [*NOTES, *([PEAK_NOTE] if any(r["fraction"] for r in results["records"]) else [])]
-    return "\n".join([*lines, "", *summary(results["records"]), *notes])
+    return "\n".join([*lines, "", *summary(results), *notes])
 
 
 def cell(record: Record) -> tuple[Any, ...]:
@@ -41,7 +42,8 @@ def _place(results: dict[str, Any]) -> Callable[[Record], tuple[Any, ...]]:
 
 
 def _table(records: list[Record]) -> list[str]:
-    return [title(records[0]), *columns([HEADS, *map(_row, records)])]
+    ranges = headline.ranges(records)
+    return [title(records[0]), *columns([HEADS, *(_row(r, ranges.get(r["contestant"])) for r in records)])]
 
 
 def title(r: Record) -> str:
@@ -57,16 +59,22 @@ def length(r: Record) -> str:
     return f"{r['n_q']} {'query' if r['n_q'] == 1 else 'queries'}, {r['n_k']} keys"
 
 
-def _row(r: Record) -> Sequence[str]:
+def _row(r: Record, against: headline.Range | None) -> Sequence[str]:
     if r["median_ms"] is None:
         return r["contestant"], f"{r['status']}: {r['reason']}"
     error = "not finite" if r["error"] is None else f"{r['error']:.1e}"
     return (
         r["contestant"], f"{r['median_ms']:.3f}", f"{r['p10_ms']:.3f} - {r['p90_ms']:.3f}",
-        _speed(r), "-" if r["ratio"] is None else f"{r['ratio']:.2f}x",
+        _speed(r), _against(r, against),
         "-" if r["extra_bytes"] is None else size(r["extra_bytes"]),
         f"{error}  WRONG: {r['reason']}" if r["status"] == "wrong" else error,
     )  # fmt: skip
+
+
+def _against(r: Record, found: headline.Range | None) -> str:
+    if found is None:
+        return "-" if r["ratio"] is None else f"{r['ratio']:.2f}x"
+    return f"{found}" if found.is_wide else f"{found.ratio:.2f}x ({found.low:.2f} - {found.high:.2f})"
 
 
 def _speed(r: Record) -> str:
@@ -93,17 +101,11 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def summary(records: Iterable[Record]) -> list[str]:
-    """The geometric mean of each of our contestants' ratios, right answers only."""
-    ratios: dict[str, list[float]] = {}
+def summary(results: dict[str, Any]) -> list[str]:
+    """What each of our contestants may claim, and who was unwell."""
     unwell: dict[str, int] = {}
-    for r in records:
-        if r["ours"] and r["status"] == "ok" and r["ratio"]:
-            ratios.setdefault(r["contestant"], []).append(r["ratio"])
+    for r in results["records"]:
         if r["status"] in ("wrong", "failed"):
             unwell[r["contestant"]] = unwell.get(r["contestant"], 0) + 1
-    lines = [
-        f"{name}: {geometric_mean(found):.2f}x the speed of the best peer (geometric mean of {len(found)} cells)"
-        for name, found in ratios.items()
-    ]
-    return [*lines, *(f"{name}: wrong or failed in {count} cells" for name, count in unwell.items())]
+    claims = headline.lines(headline.by_cell(results["records"], CELL), headline.of_results(results))
+    return [*claims, *(f"{name}: wrong or failed in {count} cells" for name, count in unwell.items())]

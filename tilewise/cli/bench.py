@@ -177,8 +177,9 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         check_kernel(options["kernel"])
     if options["device"] != "cpu":
         check_gpu("--device cuda")
-    from tilewise.bench import contestants, roofline, run, table
+    from tilewise.bench import contestants, machine, roofline, run, table
 
+    load = machine.load()  # before any of it is ours
     present, missing = contestants.installed(options["kernel"])
     settings = run.Settings(options["repeat"], options["budget"], options["memory"], options["threads"])
     roof = roofline.measured(options["threads"]) if options["device"] == "cpu" else roofline.UNKNOWN
@@ -189,7 +190,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     done = len({tuple(record[name] for name in table.CELL) for record in records})
     if done < len(cells):
         print(f"stopped after {done} of {len(cells)} cells; these are their results", file=sys.stderr)
-    return run.results(records, options, missing, roof)
+    return run.results(records, options, missing, roof, load)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -54,9 +54,8 @@ class Row:
         return None
 
 
-def on_cpu(names: list[str]) -> list[Row]:
-    """The first of these kernel systems that works in main memory, beside standard attention in NumPy."""
-    name = next((n for n in names if unsupported(n) is None), names[0])
+def on_cpu(name: str) -> list[Row]:
+    """A kernel system that works in main memory, beside standard attention in NumPy."""
     rows: list[Row] = []
     for n in LENGTHS:
         progress(f"standard against tiled attention: n = {n}")
@@ -77,10 +76,10 @@ def on_cpu(names: list[str]) -> list[Row]:
     return rows
 
 
-def unsupported(name: str, device: str = "cpu") -> str | None:
+def unsupported(name: str, device: str = "cpu", dtype: str = "float32") -> str | None:
     """Why a kernel system cannot compute on arrays as these, or None."""
     spec, shape = _problem(1, None)
-    return dispatch.kernel(name).unsupported(spec, replace(shape, device=device))
+    return dispatch.kernel(name).unsupported(spec, replace(shape, device=device, dtype=dtype))
 
 
 def _inputs(n: int) -> list[Array]:
@@ -110,12 +109,14 @@ def on_gpu(kernel: str) -> Iterator[tuple[str, list[Row]]]:
     torch = import_torch()
     if torch is None or not torch.cuda.is_available():
         return
-    rows = []
+    rows: list[Row] = []
     for n in (*LENGTHS, 2 * LENGTHS[-1], 4 * LENGTHS[-1], 8 * LENGTHS[-1]):
         progress(f"on the GPU: n = {n}")
         q, k, v = torch.randn(3, 1, 8, n, D, device="cuda", dtype=torch.bfloat16)
-        standard = _measure_gpu(torch, partial(_standard_gpu, torch, q, k, v))
-        tiled = _measure_gpu(torch, partial(tw.attention, q, k, v, kernel=kernel))
+        reason = _too_slow(n * n, [(r.n, r.standard) for r in rows])
+        standard = reason or _measure_gpu(torch, partial(_standard_gpu, torch, q, k, v))
+        reason = _too_slow(n * n, [(r.n, r.tiled) for r in rows])
+        tiled = reason or _measure_gpu(torch, partial(tw.attention, q, k, v, kernel=kernel))
         plan = schedule.plan(Attention(D**-0.5), Shape(1, 8, 8, n, n, D, D, "bfloat16"), Tile())
         rows.append(Row(n, f"{n}", standard, tiled, plan.bytes_matrix, plan.bytes_on_chip))
     progress()

@@ -7,7 +7,10 @@ import os
 import platform
 import shutil
 import sys
-from typing import Any
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,13 +30,18 @@ VARIANTS = (
     "full", "causal", "causal window", "prefix", "document", "dense", "alibi", "relative", "t5", "softcap", "bias",
     "sinks", "all at once",
 )  # fmt: skip
+FEW_VARIANTS = ("full", "causal", "alibi", "all at once")  # where each is compiled, simulated or interpreted
+ROOT = Path(tw.__file__).parent.parent
+_RUNGS = dispatch.simulated_rungs()
+_PACKAGES = {"cuda": "cuda", "triton": "triton", "cute": "cutlass", "tilelang": "tilelang"}
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "demo",
         help="check every kernel system, compare tiled with standard attention",
-        description="Checks every kernel system against a float64 reference, then compares time and memory of standard "
+        description="Checks every kernel system that this machine can run against a float64 reference (CUDA's on the "
+        "simulator, where there is no GPU), says what adds the others, then compares time and memory of standard "
         "attention (which stores the n x n matrix) with tiled attention over growing sequences. Under a minute.",
     )
     parser.add_argument("--kernel", metavar="NAME", help=f"show one kernel system: {', '.join(dispatch.NAMED)}")
@@ -44,84 +52,164 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    names = _systems(args.kernel)
-    device = _device(names[0]) if args.kernel else "cpu"
+    shown = systems(args.kernel)
     if args.trace:
         print(trace.text())
         return 0
     print(f"Tilewise {tw.__version__}: exact attention, computed tile by tile")
-    print(f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} processors\n")
-    passed = _exactness(names, device) & _sample(names[0], device)
-    rows = compare.on_cpu(names) if device == "cpu" else []
+    print(f"Python {platform.python_version()}, NumPy {np.__version__}, {os.cpu_count()} processors\n", flush=True)
+    passed = _exactness(shown)
+    if args.kernel is None:
+        _tell_of_missing()
+    passed &= _sample(shown[0])
+    fast = [system.name for system in shown if not system.slow and system.device == "cpu"]
+    rows = compare.on_cpu(fast[0]) if fast else []
     if rows:
         told = "Standard attention stores the n x n matrix; tiled attention never does"
         _report(f"{told} (1 head, d = 64, float32, CPU)", rows)
-    for title, gpu_rows in compare.on_gpu(args.kernel or "auto"):
-        _report(title, gpu_rows)
-        rows = rows or gpu_rows
+    if args.kernel is None or shown[0].device != "cpu":
+        for title, gpu_rows in compare.on_gpu(args.kernel or "auto"):
+            _report(title, gpu_rows)
+            rows = rows or gpu_rows
+    if not rows:
+        print(f"Its time and memory are not compared: {shown[0].name} stands in for a GPU, slowly.\n")
     _meaning(rows, passed)
     return 0 if passed else 1
 
 
-def _systems(wanted: str | None) -> list[str]:
-    """The kernel systems to show: those that run here, or the one named."""
-    if wanted is None:
-        return [name for name in dispatch.NAMES if dispatch.kernel(name).unavailable() is None]
-    check_kernel(wanted)
-    reason = compare.unsupported(wanted, _device(wanted))
-    if reason is not None:
-        raise UserError(f"--kernel: the demo's arrays are not for {wanted!r}: {reason}")
-    return [wanted]
+# -- who is shown -----------------------------------------------------------------------------------------------------
 
 
-def _device(name: str) -> str:
-    """Where the demo's arrays are to be: on a GPU for those that compute there alone, if there is one."""
+class Shown(NamedTuple):
+    """A kernel system as this machine can show it."""
+
+    name: str
+    device: str
+    dtype: str
+
+    @property
+    def slow(self) -> bool:
+        """Whether it stands in for a GPU: a simulator, an interpreter, or a compiler's target for tests."""
+        system = self.name.partition("/")[0]
+        return system in ("cuda-sim", "tilelang-c") or (system == "triton" and self.device == "cpu")
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """All where nothing is compiled for each of them."""
+        return VARIANTS if self.name in ("cpu", "numpy") else FEW_VARIANTS
+
+    @property
+    def tile(self) -> Tile | None:
+        """Small ones, so that there are several; slow systems take their own, and need fewer."""
+        return None if self.slow or self.dtype != "float32" else Tile(32, 32)
+
+    def case(self, variant: str) -> Case:
+        return Case(variant, "multi-query" if self.slow else "ragged", self.dtype)
+
+
+def systems(wanted: str | None) -> list[Shown]:
+    """The kernel systems to show: those that can compute here, or the one named."""
+    if wanted is not None:
+        check_kernel(wanted)
+        return [_shown(wanted)]
+    import_torch()  # which is asked for GPUs
+    names = [name for name in (*dispatch.NAMES, *dispatch.ONLY_IF_NAMED) if dispatch.kernel(name).unavailable() is None]
+    if "cuda" in names:
+        names = [name for name in names if name != "cuda-sim"]  # the same sources compute for real
+    return [_shown(rung) for name in names for rung in (_RUNGS if name == "cuda-sim" else (name,))]
+
+
+def _shown(name: str) -> Shown:
+    """On arrays that it takes: a GPU's for those that compute there alone, halves for those without float32."""
+    refused = ""
+    for device, dtype in product(_devices(), ("float32", "float16", "bfloat16")):
+        reason = compare.unsupported(name, device, dtype)
+        if reason is None:
+            return Shown(name, device, dtype)
+        refused = refused or reason
+    raise UserError(f"--kernel: the demo's arrays are not for {name!r}: {refused}")
+
+
+def _devices() -> tuple[str, ...]:
     torch = import_torch()
-    has_gpu = torch is not None and torch.cuda.is_available()
-    return "cuda:0" if has_gpu and compare.unsupported(name) is not None else "cpu"
+    return ("cpu", "cuda:0") if torch is not None and torch.cuda.is_available() else ("cpu",)
 
 
-def _exactness(names: list[str], device: str) -> bool:
+def _tell_of_missing() -> None:
+    """A line for each system that cannot compute here, with what adds it."""
+    print("Not shown, for want of what they need:")
+    told = False
+    for name in (*dispatch.NAMES, *dispatch.ONLY_IF_NAMED):
+        reason = dispatch.kernel(name).unavailable()
+        if reason is not None:
+            print(f"  {name:10} {_adding(name, reason)}")
+            told = True
+    print("" if told else "  none\n")
+
+
+def _adding(name: str, reason: str) -> str:
+    """In one line; what pip installs is told as it is done here."""
+    line, *more = reason.splitlines() or [""]
+    package = _PACKAGES.get(name)
+    if package is not None and "pip install" not in line and find_spec(package) is None:
+        line += f"; pip install 'tilewise[{name}]'"
+    if (ROOT / "pyproject.toml").exists():  # what was not installed from an index is not found there
+        line = line.replace("pip install 'tilewise[", f"{_pip()} install '.[")
+    return f"{line} (`tilewise doctor` tells all)" if more else line
+
+
+def _pip() -> str:
+    """As it is called from here: `make demo` has an environment of its own, which is not active."""
+    pip = Path(sys.prefix) / "bin" / "pip"
+    return str(pip.relative_to(Path.cwd())) if pip.exists() and pip.is_relative_to(Path.cwd()) else "pip"
+
+
+# -- what is checked --------------------------------------------------------------------------------------------------
+
+
+def _exactness(shown: list[Shown]) -> bool:
     """A line for each system and variant; True if all are within the contract."""
     print("Is it exact? The largest error against dense float64 attention, on shapes that no tile divides:")
+    width = max(len(system.name) for system in shown)
     passed = True
-    for name in names:
-        for variant in VARIANTS:
-            progress(f"checking {name}: {variant}")
-            line, ok = _check(name, variant, device)
+    for system in shown:
+        for variant in system.variants:
+            progress(f"checking {system.name}: {variant}")
+            mark, told = _check(system, variant)
             progress()
-            print(line)
-            passed &= ok
+            print(f"  {mark} {system.name:{width}} {variant:16} {told}", flush=True)
+            passed &= mark != "✗"
     print()
     return passed
 
 
-def _check(name: str, variant: str, device: str) -> tuple[str, bool]:
-    case = Case(variant, "ragged")
-    kernel = dispatch.kernel(name)
-    call = on_device(case.inputs().call(), device)
+def _check(system: Shown, variant: str) -> tuple[str, str]:
+    case, kernel = system.case(variant), dispatch.kernel(system.name)
+    call = on_device(case.inputs().call(), system.device)
     reason = kernel.unsupported(call.spec, call.shape)
     if reason is not None:
-        return f"  - {name:8} {variant:16} unsupported: {reason}", True
+        return "-", f"unsupported: {reason}"
     try:
-        error = check_forward(kernel, case, Tile(32, 32), device)
+        error = check_forward(kernel, case, system.tile, system.device)
     except ContractError as found:
-        return f"  ✗ {name:8} {variant:16} {found}", False
-    return f"  ✓ {name:8} {variant:16} max error {error:.1e}", True
+        return "✗", str(found)
+    return "✓", f"max error {error:.1e}{'' if system.dtype == 'float32' else f', {system.dtype}'}"
 
 
-def _sample(name: str, device: str) -> bool:
+def _sample(system: Shown) -> bool:
     """A first exercise's result: 16 queries and keys of one head, beside the reference. Whether it is right."""
     rng = np.random.default_rng(0)
-    host = validate.prepare(*(rng.standard_normal((16, 64), dtype=np.float32) for _ in range(3)))
-    call = on_device(host, device)
-    done = on_host(dispatch.kernel(name).forward(call.spec, call.q, call.k, call.v).out)
+    rows = (arrays.narrow(rng.standard_normal((16, 64), dtype=np.float32), system.dtype) for _ in range(3))
+    host = validate.prepare(*rows)
+    call = on_device(host, system.device)
+    done = on_host(dispatch.kernel(system.name).forward(call.spec, call.q, call.k, call.v).out)
     wanted = expected_forward(host)[0]
-    error, out = float(wanted.errors(done).max()), arrays.as_numpy(done)[0, 0]
+    error = float(wanted.errors(done).max())
+    out = arrays.widen(arrays.as_numpy(done), np.float64)[0, 0]
     verdict, matches = ("PASS", "matches") if error <= wanted.limit else ("FAIL", "does not match")
     print(f"[{verdict}] FlashAttention: Output {matches} reference (max error: {error:.9f})")
     print(f"Output shape: {list(out.shape)}")
-    print(f"Sample output (first row):\n{''.join(f'{x:8.3f}' for x in out[0, :8])}\n")
+    print(f"Sample output (first row):\n{''.join(f'{x:8.3f}' for x in out[0, :8])}\n", flush=True)
     return verdict == "PASS"
 
 

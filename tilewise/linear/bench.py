@@ -60,8 +60,10 @@ def medians(repeat: int, *calls: Callable[[], Any]) -> list[float]:
     return [statistics.median(times) for times in taken]
 
 
-def growth(rows: Sequence[Row]) -> float:
-    """The exponent of n by which the time of linear attention grows, fitted over all lengths."""
+def growth(rows: Sequence[Row]) -> float | None:
+    """The exponent of n by which the time of linear attention grows, fitted over all lengths; None: one fits any."""
+    if len({row.n for row in rows}) < 2:
+        return None
     x, y = np.log([row.n for row in rows]), np.log([row.linear for row in rows])
     return float(np.polyfit(x, y, 1)[0])
 
@@ -99,9 +101,10 @@ def table_of(found: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ..
 
 
 def conclusion(found: dict[str, Any]) -> str:
+    grows = "" if found["growth"] is None else f"Linear attention's time grows as n^{found['growth']:.2f}. "
     at = f"from n = {found['crossover']:.0f} on" if found["crossover"] else "at none of these lengths"
     return (
-        f"Linear attention's time grows as n^{found['growth']:.2f}. It is the faster one {at}; "
+        f"{grows}{'It' if grows else 'Linear attention'} is the faster one {at}; "
         f"by multiplications alone it would be from n = {found['expected']} on."
     )
 

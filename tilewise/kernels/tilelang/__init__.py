@@ -14,6 +14,8 @@ from tilewise.kernels.tilelang.choices import Pass, chosen
 from tilewise.kernels.tilelang.compiler import C
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
+STANDS_IN = "kernel='tilelang-c' computes the same in main memory, slowly"
+
 
 class TileLangKernel:
     """On CUDA tensors of PyTorch. rung: "simple" is the kernel to read first, for one head."""
@@ -26,12 +28,13 @@ class TileLangKernel:
         self.simple = rung == "simple"
 
     def unavailable(self) -> str | None:
-        return gpus.for_amd() or gpus.none_here()
+        reason = gpus.for_amd() or gpus.none_here()
+        return None if reason is None else f"{reason}; {STANDS_IN}"
 
     def unsupported(self, spec: Attention, shape: Shape) -> str | None:
         away = gpus.elsewhere(shape)
         if away is not None:
-            return away
+            return f"{away}; {STANDS_IN}"
         capability = gpus.capability(shape.device)
         if capability != support.CAPABILITY:
             return f"it is made for compute capability 9.0, and {shape.device} has {capability[0]}.{capability[1]}"

@@ -9,7 +9,7 @@ from tilewise import arrays
 from tilewise.dispatch import Unsupported
 from tilewise.kernels import gpus
 from tilewise.kernels.tensors import as_tensor, device_of
-from tilewise.kernels.tilelang import architecture, compiler, library, support
+from tilewise.kernels.tilelang import STANDS_IN, architecture, compiler, library, support
 from tilewise.linear.kernels.operands import done_like, grads_like, tensors_of
 from tilewise.linear.kernels.tilelang.build import PREFIX
 from tilewise.linear.spec import Done, LinearGrads, Problem
@@ -23,12 +23,13 @@ class Kernel:
     name = "tilelang"
 
     def unavailable(self) -> str | None:
-        return gpus.for_amd() or gpus.none_here()
+        reason = gpus.for_amd() or gpus.none_here()
+        return None if reason is None else f"{reason}; {STANDS_IN}"
 
     def unsupported(self, shape: Shape) -> str | None:
         away = gpus.elsewhere(shape)
         if away is not None:
-            return away
+            return f"{away}; {STANDS_IN}"
         capability = gpus.capability(shape.device)
         if capability != support.CAPABILITY:
             return f"it is made for compute capability 9.0, and {shape.device} has {capability[0]}.{capability[1]}"
