@@ -85,7 +85,8 @@ class Compositions:
     def _term(self, distance: Expr) -> Expr:
         kind = self.one_of(("float", "float", "index", "condition"))
         if kind == "index":
-            return ex.load_slot(self.table(), distance)
+            # A variable alone, as K - 0 is, would need a table of its size; other indices are clamped.
+            return ex.load_slot(self.table(), distance + 1 if distance.op == "var" else distance)
         if kind == "condition":
             return ex.where(self.one_of(BOUNDS)(self.one_of(self.forms)), 0.01 * distance, -0.5)
         return self.one_of((-0.02, 0.05)) * distance
