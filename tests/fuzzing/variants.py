@@ -20,6 +20,7 @@ from tilewise.expr import HK, KP, QP, B, Expr, H, K, Loaded, Q, S
 # No infinite or huge constants, of which hardly an expression comes back; scores of -inf have makers of their own.
 FLOATS = (0.0, 0.1, -0.5, 1.0, 2.5, -3.0, 1e-3, 30.0)
 MASKING = {"causal", "window", "prefix", "document", "dilated", "dense"}  # of the named variants; the others score
+HASH = np.int64(0x9E3779B97F4A7C15 - 2**64)  # numbers times it wrap around, and none meets another
 MOST_ENTRIES = 4_000_000  # of a table: by positions in the sequence and in the pack at once it could be any size
 
 
@@ -103,6 +104,8 @@ class Variants:
         batch = (self.sizes["B"],) if self.dice.chance(0.3) else ()
         q_ids, k_ids = (np.sort(self.dice.integers(-2, high, (*batch, self.sizes[n]))) for n in "QK")
         dtype = self.dice.one_of(arrays.INT_DTYPES[:4])
+        if dtype == "int64":  # ids of documents are often hashes; the same ones stay the same
+            q_ids, k_ids = (np.sort(x * HASH) for x in (q_ids, k_ids))
         q_ids, k_ids = (any_strides(x, dtype, self.memory, self.dice) for x in (q_ids, k_ids))
         same = self.sizes["Q"] == self.sizes["K"] and self.dice.chance(0.5)
         return variants.document(q_ids) if same else variants.document(q_ids, k_ids)
