@@ -108,7 +108,12 @@ def _reasons(name: str, case: Case) -> tuple[str | None, str | None]:
 def taken_by_auto() -> str:
     """The table of choosing.py: a row a group of architectures and a type, a column a purpose."""
     rows = [
-        (row.group, row.dtype, *(", ".join(f"`{x}`" for x in row.order(purpose)) for purpose in Purpose), row.origin)
+        (
+            row.group,
+            ", ".join(row.types),
+            *(", ".join(f"`{x}`" for x in row.order(purpose)) for purpose in Purpose),
+            row.origin,
+        )
         for row in TABLE
     ]
     return table(("", "type", *(purpose.value for purpose in Purpose), "the order is"), rows)

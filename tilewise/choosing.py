@@ -24,10 +24,10 @@ class Purpose(Enum):
 
 
 class Row(NamedTuple):
-    """group: of architectures. dtype: HALF, FLOAT32 or both. origin: how the order is known."""
+    """group: of architectures. origin: how the order is known."""
 
     group: str
-    dtype: str
+    types: tuple[str, ...]
     forward: tuple[str, ...]
     backward: tuple[str, ...]
     decode: tuple[str, ...]
@@ -37,7 +37,7 @@ class Row(NamedTuple):
         return {Purpose.FORWARD: self.forward, Purpose.BACKWARD: self.backward, Purpose.DECODE: self.decode}[purpose]
 
 
-BOTH = f"{HALF}, {FLOAT32}"
+BOTH = HALF, FLOAT32
 MAIN_MEMORY, VOLTA, AMPERE, HOPPER, BLACKWELL, CDNA, RDNA = (
     "main memory", "Volta and Turing", "Ampere and Ada", "Hopper", "Blackwell", "AMD CDNA", "AMD RDNA",
 )  # fmt: skip
@@ -63,42 +63,42 @@ TABLE = (
         origin="measured on x86-64",
     ),
     Row(
-        HOPPER, HALF,
+        HOPPER, (HALF,),
         forward=("cuda/forward_sm90", "cute/forward_sm90", "triton", "cute/basic", "cuda/tiled"),
         backward=("cuda/forward_sm90", "triton", "cuda/tiled", "cute/forward_sm90"),
         decode=("triton", "cuda", "cute"),
         origin=_MEASURED,
     ),
     Row(
-        HOPPER, FLOAT32,
+        HOPPER, (FLOAT32,),
         forward=("cuda/tiled", "cute/basic", "triton"),
         backward=("cuda/tiled", "triton"),
         decode=("triton", "cuda", "cute"),
         origin=_MEASURED,
     ),
     Row(
-        AMPERE, HALF,
+        AMPERE, (HALF,),
         forward=("triton", "cute/basic", "cuda/tiled"),
         backward=("triton", "cuda/tiled"),
         decode=("triton", "cuda", "cute"),
         origin=_LIKE_HOPPER,
     ),
     Row(
-        AMPERE, FLOAT32,
+        AMPERE, (FLOAT32,),
         forward=("cuda/tiled", "cute/basic", "triton"),
         backward=("cuda/tiled", "triton"),
         decode=("triton", "cuda", "cute"),
         origin=_LIKE_HOPPER,
     ),
     Row(
-        BLACKWELL, HALF,
+        BLACKWELL, (HALF,),
         forward=("triton", "cute/basic", "cuda/tiled"),
         backward=("triton", "cuda/tiled"),
         decode=("triton", "cuda", "cute"),
         origin=_LIKE_HOPPER,
     ),
     Row(
-        BLACKWELL, FLOAT32,
+        BLACKWELL, (FLOAT32,),
         forward=("cuda/tiled", "cute/basic", "triton"),
         backward=("cuda/tiled", "triton"),
         decode=("triton", "cuda", "cute"),
@@ -135,7 +135,7 @@ def row_of(architecture: str, dtype: str) -> Row | None:
     """architecture: as compilers name it (sm_90, gfx942), or "cpu". None: nothing computes there."""
     kind = HALF if dtype in ("float16", "bfloat16") else FLOAT32  # of float64 kernels for GPUs say why they refuse it
     group = group_of(architecture)
-    return next((row for row in TABLE if row.group == group and kind in row.dtype), None)
+    return next((row for row in TABLE if row.group == group and kind in row.types), None)
 
 
 def order(architecture: str, dtype: str, purpose: Purpose) -> tuple[str, ...]:

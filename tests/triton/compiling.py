@@ -175,7 +175,7 @@ def _stand_for(name: str, target: Target) -> None:
     """Launches compile, and find what such a GPU would tell of itself."""
     JITFunction.run = lambda kernel, *args, **named: _compile(target, kernel, *args, **named)
     tuning.architecture, tuning.shared_memory = (lambda device: name), (lambda device: target.shared_memory)
-    choices_linear.shared_memory = tuning.shared_memory
+    choices_linear.shared_memory = launch_projection.shared_memory = tuning.shared_memory
     tuning.processors = launch_decode.processors = call_linear.processors = lambda device: 132
     arguments._has_copy_engine = lambda device: target.copies
     target_info.current_target = _builtin(lambda: target.gpu)
