@@ -89,6 +89,24 @@ def test_gradients_of_everything_are_the_cpus(name: str, dtype: Any, kernel: str
         assert _off(here.grad, there.grad) < (limit if i < 3 else 5 * limit)  # sums of many terms of either sign
 
 
+@pytest.mark.parametrize(("d", "beyond"), [(36, 0), (64, 1), (100, 0), (320, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_auto_serves_what_hoppers_kernels_do_not(d: int, beyond: int, dtype: Any) -> None:
+    """Odd head dimensions, and rows that TMA cannot load: half precision by tensor cores all the same."""
+    drawing = Drawing(dtype)
+    here = [x[..., :d] for x in drawing.inputs(d=d + beyond)]
+    there = [x[..., :d] for x in drawing.there]
+    told = tw.explain(*here, causal=True)
+    assert told.slowness is None and told.gradients_slowness is None
+    out, want = (tw.attention(*given, causal=True) for given in (here, there))
+    d_out = torch.randn(2, 4, 100, d, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out.backward(d_out.to(DEVICE))
+    want.backward(d_out.double())
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    assert _off(out, want) < limit
+    assert all(_off(x.grad, y.grad) < limit for x, y in zip(drawing.here, drawing.there, strict=True))
+
+
 def test_packed_sequences_have_gradients() -> None:
     drawing = Drawing(torch.bfloat16)
     q, k, v = (drawing(90, 4, 32, dtype=torch.bfloat16) for _ in range(3))
