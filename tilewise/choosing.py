@@ -105,7 +105,8 @@ TABLE = (
         origin=_LIKE_HOPPER,
     ),
     # Triton 3.9 compiles products for sm_75 without its tensor cores (no mma.sync), and its kernels spill kilobytes to
-    # the stack. cuda/tiled has no tensor cores either, but was written for plain arithmetic.
+    # the stack. cuda/tiled has no tensor cores either, but is compiled for it without a spill (nvcc 13.0; Volta needs
+    # CUDA 12). Triton still decodes: it splits the keys.
     Row(
         VOLTA, BOTH,
         forward=("cuda/tiled", "triton"),

@@ -51,7 +51,6 @@ class Target:
 
 
 TARGETS = {
-    "sm_75": Target(GPUTarget("cuda", 75, 32), 64 << 10),
     "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10),
     "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10, copies=True),

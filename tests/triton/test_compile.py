@@ -19,7 +19,7 @@ KERNELS = {
     "segment_states", "scan", "outputs", "plain_outputs", "map_rows", "z_rows", "weigh_rows", "pull_rows",
     "linear_d_query", "d_segment_states", "linear_d_keys", "d_values",
 }  # fmt: skip
-ARCHITECTURES = ("sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx1100")
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx1100")
 
 # Each of the slow ones compiles some two hundred kernels, in minutes. gfx90a stands for AMD's: it has no TF32.
 CALLS = [("sm_90",), ("gfx90a",), *(pytest.param((name, "all"), marks=pytest.mark.slow) for name in ARCHITECTURES)]
