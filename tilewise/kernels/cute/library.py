@@ -32,8 +32,7 @@ def kernel(wanted: Wanted, arch: str) -> Callable[..., None]:
 
 def is_built(wanted: Wanted, arch: str) -> bool:
     """Whether it need not be compiled."""
-    name = wanted.name(arch, runtime())
-    return any(folder.path(name) is not None for folder in _folders())
+    return _built(wanted.name(arch, runtime())) is not None
 
 
 def not_built(wanted: Wanted, arch: str) -> str | None:
@@ -62,6 +61,10 @@ def _compiled() -> disk.Files:
 def _folders() -> list[disk.Files]:
     """Where a kernel may be, in the order in which they are asked."""
     return [folder for folder in (built_ahead(), _compiled()) if folder is not None]
+
+
+def _built(name: str) -> Path | None:
+    return next((path for folder in _folders() if (path := folder.path(name)) is not None), None)
 
 
 def _find(wanted: Wanted, arch: str) -> Callable[..., None]:
