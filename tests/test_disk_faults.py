@@ -297,8 +297,13 @@ def _open_to_others(path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> No
         return
     try:
         os.chown(path, 54321, -1)
-    except PermissionError:  # not the superuser: then everything is someone else's
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    except PermissionError:  # not the superuser: then it is only said to be someone else's
+        look = disk._written_by_others
+
+        def given_away(found: Path, about: os.stat_result) -> str | None:
+            return look(found, os.stat_result((*about[:4], 54321, *about[5:10])) if found == path else about)
+
+        monkeypatch.setattr(disk, "_written_by_others", given_away)
 
 
 @needs_cc
