@@ -102,6 +102,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.source is None:
+        return _run(args)
+    try:
+        return _run(args)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:  # whatever a file lacks
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"--from: '{args.source}' is not as its schema has it: {what}") from None
+
+
+def _run(args: argparse.Namespace) -> int:
     if args.report is not None:
         return bench_report.run(args)
     bench_report.refuse_its_options(args)
@@ -160,7 +170,7 @@ def stored(source: Path, expected: Any) -> dict[str, Any]:
         found: Any = json.loads(source.read_text())
     except OSError as error:
         raise UserError(f"--from: cannot read '{source}': {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"--from: '{source}' is not JSON; expected a file written by `tilewise bench --json`") from None
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != expected or not found.get("records"):

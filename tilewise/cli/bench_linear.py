@@ -56,7 +56,7 @@ def _stored(source: Path, schemas: tuple[str, ...]) -> dict[str, Any]:
     path = source / f"{_NAME}.json" if source.is_dir() else source
     try:
         schema = json.loads(path.read_text()).get("schema")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         schema = None  # which is told of below
     return stored(path, schema if schema in schemas else schemas[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,9 +26,10 @@ def names(option: str, items: list[str], known: tuple[str, ...]) -> list[str]:
 
 
 def whole(option: str, text: str, most: int = 2**31 - 1) -> int:
-    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
-        limit = f"from 1 to {most}" if most < 2**31 - 1 else "of at least 1"
-        raise UserError(f"--{option}: expected a whole number {limit}, got {text!r}")
+    digits = text.lstrip("0")
+    if not text.isascii() or not text.isdigit() or len(digits) > len(str(most)) or not 1 <= int(digits or 0) <= most:
+        limit = f"from 1 to {most}" if most < 2**31 - 1 or len(digits) > 9 else "of at least 1"
+        raise UserError(f"--{option}: expected a whole number {limit}, got {reprlib.repr(text)}")
     return int(text)
 
 

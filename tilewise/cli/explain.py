@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tilewise import schedule
 from tilewise.cli import UserError, explain_server
 from tilewise.cli.plan import check_plan, tile_of, with_expression
@@ -121,11 +123,12 @@ def recording(asked: Asked, label: Callable[[str], str] = str) -> dict[str, Any]
         spec = with_expression(spec, shape, name, text or None, label(name))
     _check_size(spec, shape, tile, asked.head, label)
     progress("recording the tiles")
-    made = record(spec, shape, tile, head=asked.head, seed=asked.seed, magnitude=asked.magnitude)
-    progress("tracing the Hopper kernel on the simulator")
-    roles = timeline(spec, shape, tile, asked.seed)
-    progress()
-    data = payload(spec, made, asdict(asked), roles)
+    with np.errstate(all="ignore"):  # a score may overflow, which the page shows
+        made = record(spec, shape, tile, head=asked.head, seed=asked.seed, magnitude=asked.magnitude)
+        progress("tracing the Hopper kernel on the simulator")
+        roles = timeline(spec, shape, tile, asked.seed)
+        progress()
+        data = payload(spec, made, asdict(asked), roles)
     taken = len(page(data).encode())
     if taken > MOST_PAGE:
         raise UserError(

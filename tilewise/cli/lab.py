@@ -115,7 +115,8 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _hint(args: argparse.Namespace) -> int:
-    folder, (name,) = _folder_and_names([_name(args.exercise), *filter(None, [args.folder])])
+    name = _name(args.exercise)  # there may be a folder of that name
+    folder, _ = _folder_and_names([args.folder] if args.folder else [])
     before, every = folder.hints(name, more=0)
     hints, _ = folder.hints(name, more=0 if args.again else every if args.all else 1)
     shown = 0 if args.again or args.all else len(before)

@@ -34,7 +34,7 @@ def read(path: Path, name: str = "") -> Run:
         results = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except OSError as error:
         raise BadResultsError(f"cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadResultsError("is not JSON") from None
     schema = results.get("schema") if isinstance(results, dict) else None
     reader = READERS.get(schema) if isinstance(schema, int | str) else None
