@@ -263,7 +263,7 @@ def _timed(name: str, p10: float, median: float, p90: float, **changed: Any) -> 
         ((1.9, 2.0, 2.1), None, "ours: 2.00x the speed of the best peer"),
         ((0.98, 1.01, 1.04), 0.3, "ours: as fast as the best peer, within the spread of 0.93x to 1.09x"),
         ((0.9, 32.81, 60.0), 0.3, "ours: 0.86x to 63.16x the speed of the best peer: repetitions differ too much"),
-        ((31.0, 32.81, 35.0), 1.9, "The machine was busy: a load of 1.9 on 2 cores before the run."),
+        ((31.0, 32.81, 35.0), 1.9, "The machine was busy: a load of 1.9 on 2 cores before the run, "),
     ],
 )
 def test_a_headline_says_what_the_spread_supports(
@@ -301,7 +301,7 @@ def test_a_run_notes_how_busy_the_machine_was(
     small = ("--quick", "--n", "64", "--kernel", "numpy", "--repeat", "3", "--no-memory")
     assert cli(*small, "--json", str(path)) == 0
     out = capsys.readouterr().out
-    assert f"The machine was busy: a load of 32.5 on {machine.cores()} cores before the run." in out
+    assert f"The machine was busy: a load of 32.5 on {machine.cores()} cores before the run, " in out
     assert "the speed of the best peer" not in out
     assert json.loads(path.read_text())["load"] == 32.5
     assert cli("--from", str(path)) == 0

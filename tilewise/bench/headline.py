@@ -55,13 +55,15 @@ def ranges(records: Sequence[Record]) -> dict[str, Range]:
 def lines(cells: Iterable[Sequence[Record]], why_none: str | None = None) -> list[str]:
     """One for each of our contestants, right answers only: the geometric mean over the cells, as far as the spread
     supports it. why_none: what forbids any claim."""
+    if why_none is not None:
+        return [why_none]
     found: dict[str, list[Range]] = {}
     for records in cells:
         right = {r["contestant"] for r in records if r["ours"] and r["status"] == "ok"}
         for name, of_cell in ranges(records).items():
             if name in right:
                 found.setdefault(name, []).append(of_cell)
-    return [why_none] if why_none and found else [_line(name, x) for name, x in found.items()]
+    return [_line(name, x) for name, x in found.items()]
 
 
 def _line(name: str, found: list[Range]) -> str:
