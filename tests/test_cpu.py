@@ -29,6 +29,15 @@ REASON = dispatch.kernel("cpu").unavailable()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"cpu cannot run on this machine: {REASON}")
 
 
+ROUNDED = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-17, "float64": 2.0**-40}  # and sums on the way
+
+
+def assert_close(found: Any, expected: Any, dtype: str) -> None:
+    found, expected = (arrays.widen(x, np.float64) for x in (found, expected))
+    largest = ROUNDED[dtype] * max(1.0, np.abs(expected).max())
+    np.testing.assert_allclose(found, expected, rtol=0, atol=largest)
+
+
 @pytest.fixture(params=paths("cpu"))
 def path(request: pytest.FixtureRequest) -> Iterator[str]:
     with forced("cpu", request.param):
@@ -144,6 +153,89 @@ def test_the_engine_takes_no_callers_word_for_rows(name: str, rows: tuple[int, i
         with pytest.raises(ValueError, match="lengths: expected sequences within the arrays"):
             library.call(function, ctypes.byref(given))
     assert not out.any()
+
+
+@pytest.mark.parametrize("n_q", [1, 2])  # by decoding, and by tiles
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_number_is_stored_as_itself(path: str, dtype: str, n_q: int) -> None:
+    """All 65,536 of a type, infinities and NaN too: a single key's values come out as they are, and so do gradients."""
+    bits = np.arange(2**16, dtype=np.uint16).reshape(128, 1, 1, 512)
+    v = bits.view(np.float16) if dtype == "float16" else bits.view(arrays.BFLOAT16)
+    q, k = (np.zeros((128, 1, n, 8), v.dtype) for n in (n_q, 1))
+    with np.errstate(all="ignore"):
+        out, pullback = tw.attention_vjp(q, k, v, kernel="cpu")
+        wide, expected = (arrays.widen(x, np.float32) for x in (out, v))
+        np.testing.assert_array_equal(wide, np.broadcast_to(expected, wide.shape))
+        if n_q == 1:
+            np.testing.assert_array_equal(arrays.widen(pullback(v).v, np.float32), expected)
+
+
+@pytest.mark.parametrize("dtype", arrays.FLOAT_DTYPES)
+@pytest.mark.parametrize(("group", "d"), [(3, 64), (5, 128), (8, 80), (9, 24), (16, 64)])
+def test_heads_that_share_keys_decode_together(path: str, dtype: str, group: int, d: int) -> None:
+    """Few and many of them, beside heads whose width the machine's vectors divide, and do not."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        arrays.narrow(rng.standard_normal((2, heads, n, d)), dtype) for heads, n in ((2 * group, 1), (2, 333), (2, 333))
+    )
+    expected = tw.attention(*(arrays.widen(x, np.float64) for x in (q, k, v)), kernel="numpy")
+    assert_close(tw.attention(q, k, v, kernel="cpu"), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_gradients_are_summed_over_splits_of_the_keys(path: str, dtype: str) -> None:
+    """1,100 keys are two tasks, whose gradients of q are added; heads of 20 are no whole vectors."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (
+        arrays.narrow(rng.standard_normal((1, heads, n, 20)), dtype)
+        for heads, n in ((4, 70), (2, 1100), (2, 1100), (4, 70))
+    )
+    wide = [arrays.widen(x, np.float64) for x in (q, k, v, d_out)]
+    found = tw.attention_vjp(q, k, v, mask=tw.window(900), kernel="cpu")[1](d_out)
+    expected = tw.attention_vjp(*wide[:3], mask=tw.window(900), kernel="numpy")[1](wide[3])
+    for name in "qkv":
+        assert_close(getattr(found, name), getattr(expected, name), dtype)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int16", "int32", "int64", "uint8", "bool", "float64", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_arrays_of_every_type_are_read(path: str, dtype: str, kind: str) -> None:
+    """Along the keys, with a step between them and without, and gathered."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, n, 8)).astype(dtype) for n in (30, 67, 67))
+    table = (rng.standard_normal((30, 134)) * 3).astype(kind)
+    for held in (table[:, :67].copy(), table[:, ::2]):
+        for index in ((tw.Q, tw.K), (tw.Q, 66 - tw.K)):
+            read = tw.load(held, *index)
+            value = tw.where(read, 1.0, 0.0) if kind == "bool" else read * 1.0
+            plain = held if index[1] is tw.K else held[:, ::-1]
+            expected = tw.attention(q, k, v, mask=plain.astype(dtype), kernel="numpy")
+            assert_close(tw.attention(q, k, v, score=tw.S + value, kernel="cpu"), expected, "float32")
+
+
+FLOATS: dict[str, Any] = {
+    "S // 0.3": tw.S // 0.3,
+    "S % 0.3": tw.S % 0.3,
+    "S % -0.3": tw.S % -0.3,
+    "minimum": tw.minimum(tw.S, 0.25),
+    "maximum": tw.maximum(tw.S, 0.25),
+    "-S": -tw.S,
+    "abs": abs(tw.S - 0.1),
+    "Q != K": tw.where(tw.Q != tw.K, tw.S, 2.0),
+    "S != 0": tw.where((tw.S * 0.0) != 0.0, 1.0, tw.S),
+    "not": tw.where(~(tw.K < tw.Q), tw.S, 1.0),
+    "-(K - Q)": tw.S + (-(tw.K - tw.Q)) * 0.1,
+}
+
+
+@pytest.mark.parametrize("operation", FLOATS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_operations_in_the_engine(path: str, dtype: str, operation: str) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, n, 8)).astype(dtype) for n in (19, 37, 37))
+    options = {"score": FLOATS[operation], "scale": 0.7}
+    found, expected = (tw.attention(q, k, v, kernel=name, **options) for name in ("cpu", "numpy"))
+    assert_close(found, expected, "float32")
 
 
 # -- in place ---------------------------------------------------------------------------------------------------------
