@@ -119,6 +119,11 @@ TABLE: dict[str, tuple[Any, type[Exception], list[str]]] = {
         TypeError,
         ["k:", "float32 as q is", "k.to(q.dtype)"],
     ),
+    "a scale that no float holds": (
+        lambda: call(scale=10**400),
+        ValueError,
+        ["scale: expected a finite number", "got 1000"],
+    ),
     "a list": (lambda: call(q=[[1.0]]), TypeError, ["q:", "NumPy array or a PyTorch tensor", "list", "np.array(...)"]),
     "None": (lambda: tw.attention(None, None, None), TypeError, ["q:", "NoneType"]),
     "a list for v": (lambda: call(v=[[1.0]]), TypeError, ["v:", "list"]),

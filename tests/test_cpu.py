@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.conformance.paths import forced, paths
+from tests.conformance.paths import forced, paths, threads
 from tilewise import arrays, dispatch
 from tilewise.expr import H, K, Q, load, maximum, minimum, where
 from tilewise.kernels.cpu import library, structs
@@ -235,6 +235,19 @@ def test_operations_in_the_engine(path: str, dtype: str, operation: str) -> None
     q, k, v = (rng.standard_normal((1, 2, n, 8)).astype(dtype) for n in (19, 37, 37))
     options = {"score": FLOATS[operation], "scale": 0.7}
     found, expected = (tw.attention(q, k, v, kernel=name, **options) for name in ("cpu", "numpy"))
+    assert_close(found, expected, "float32")
+
+
+def test_splits_add_to_one_large_gradient_in_turn(path: str) -> None:
+    """A table too large for each task to have sums of its own, which every split of the keys reads by its queries."""
+    rng = np.random.default_rng(0)
+    q, k, v, d_out = (rng.standard_normal((1, 2, n, 8)).astype(np.float32) for n in (40, 1100, 1100, 40))
+    table = rng.standard_normal(2**20).astype(np.float32)
+    score = tw.S + tw.load(table, tw.Q * 26_000 + tw.K % 3, grad=True)
+    with threads("cpu", 4):
+        found = tw.attention_vjp(q, k, v, score=score, kernel="cpu")[1](d_out).arrays[0]
+    expected = tw.attention_vjp(q, k, v, score=score, kernel="numpy")[1](d_out).arrays[0]
+    assert np.count_nonzero(expected) == 3 * 40
     assert_close(found, expected, "float32")
 
 
