@@ -10,17 +10,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
-from docs import support
 from docs.markdown import table
 from docs.support import SYSTEMS
-from tilewise import dispatch
+from tilewise import choosing, dispatch
 from tilewise.cases import Case
-from tilewise.generations import GENERATIONS
+from tilewise.choosing import Purpose
+from tilewise.kernels import gpus
 from tilewise.linear import dispatch as linear
 from tilewise.spec import Shape
 
 HOPPER, OTHERS = "sm_90", ("sm_80", "sm_89", "sm_100")
-PASSES = ("forward", "gradients", "decoding")
 _FOR_GPUS = ("cuda", "triton", "cute", "tilelang")
 _CAUSAL = Case("causal", "several tiles", "bfloat16")
 _OWN = tuple(replace(_CAUSAL, variant=name) for name in ("heads differ", "masking score", "functions"))
@@ -41,9 +40,8 @@ def _gradients(*cases: Case) -> Asked:
 def _linear(name: str) -> str | None:
     if name not in linear.SYSTEMS:
         return "it has no linear attention"
-    arch = _home(name)
-    with _imagined(arch):
-        return linear.kernel(name).unsupported(Shape(1, 2, 2, 64, 64, 64, 64, "bfloat16", device=_device(arch)))
+    with _as_on_a_gpu():
+        return linear.kernel(name).unsupported(Shape(1, 2, 2, 64, 64, 64, 64, "bfloat16", device=_device(_home(name))))
 
 
 FEATURES: dict[str, Asked] = {
@@ -72,20 +70,30 @@ def ticks() -> str:
     return table(("", *(f"`{name}`" for name in SYSTEMS)), rows)
 
 
-def automatic(arch: str, which: str) -> str:
-    """The backend that `auto` takes for one of the passes, in half precision."""
-    case = replace(_CAUSAL, shape="one query") if which == "decoding" else _CAUSAL
-    order = {"forward": dispatch.NAMES, "gradients": dispatch.TRAINING, "decoding": dispatch.DECODING}[which]
-    taken = next(name for name in order if _reason(name, case, which == "gradients", arch) is None)
+def automatic(arch: str, purpose: Purpose) -> str:
+    """The backend that `auto` takes for half precision, if all are installed."""
+    case = replace(_CAUSAL, shape="one query") if purpose is Purpose.DECODE else _CAUSAL
+    order = choosing.order(arch, case.dtype, purpose)
+    taken = next(name for name in order if _reason(name, case, purpose is Purpose.BACKWARD, arch) is None)
     return taken.split("/")[0]
 
 
 def _reason(name: str, case: Case, backward: bool = False, arch: str = "") -> str | None:
-    call, arch = case.inputs().call(), arch or _home(name)
-    with _imagined(arch):
-        return dispatch.kernel(name).unsupported(
-            call.spec, replace(call.shape, device=_device(arch), backward=backward)
-        )
+    call = case.inputs().call()
+    shape = replace(call.shape, device=_device(arch or _home(name)), backward=backward)
+    with _as_on_a_gpu():
+        return dispatch.kernel(name).unsupported(call.spec, shape)
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Without Triton's interpreter, which tests set and which is no use of a CPU; with a compiler of TileLang's."""
+    kernels = "tilewise.linear.kernels"
+    with ExitStack() as stack:
+        for interpreted in ("tilewise.kernels.triton.is_interpreted", f"{kernels}.triton.is_interpreted"):
+            stack.enter_context(patch(interpreted, lambda: False))
+        stack.enter_context(patch(f"{kernels}.tilelang.not_compiled", lambda target: None))
+        yield
 
 
 def _home(name: str) -> str:
@@ -94,21 +102,4 @@ def _home(name: str) -> str:
 
 
 def _device(arch: str) -> str:
-    return arch if arch == "cpu" else f"cuda:{arch}"
-
-
-@contextmanager
-def _imagined(arch: str) -> Iterator[None]:
-    """A GPU of this architecture, and every compiler for it."""
-    answers = dict(support._IMAGINED)
-    if arch != "cpu":
-        number = arch.removeprefix("sm_")
-        answers["tilewise.kernels.gpus.capability"] = lambda device: (int(number[:-1]), int(number[-1]))
-        answers["tilewise.kernels.triton.tuning.architecture"] = lambda device: arch
-        answers["tilewise.kernels.triton.tuning.shared_memory"] = lambda device: GENERATIONS[arch].block
-    answers["tilewise.linear.kernels.triton.is_interpreted"] = lambda: False
-    answers["tilewise.linear.kernels.tilelang.not_compiled"] = lambda target: None
-    with ExitStack() as stack:
-        for what, answer in answers.items():
-            stack.enter_context(patch(what, answer))
-        yield
+    return arch if arch == "cpu" else gpus.imagined(arch)

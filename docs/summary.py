@@ -20,6 +20,7 @@ from tilewise.bench import suite
 from tilewise.bench.gpu.contestants import CUDNN, FLASH, FLASH_ORDERED, FLEX, PAGED, SDPA
 from tilewise.bench.problem import WINDOW
 from tilewise.bench.table import geometric_mean
+from tilewise.choosing import Purpose
 
 Record = dict[str, Any]
 WIDTH = 120
@@ -159,8 +160,7 @@ MEASURED, COMPILED, MISSING = "measured on", "compiled, never run", "not support
 class Machine:
     name: str
     status: str
-    gpus: tuple[str, ...] = ()  # architectures that `auto` is asked about; none: `taken` says it
-    taken: str = ""
+    architectures: tuple[str, ...]  # that `auto` is asked about; none: nothing computes there
 
 
 MACHINES = (
@@ -168,11 +168,12 @@ MACHINES = (
     Machine("Ampere, Ada (A100, RTX 4090)", COMPILED, ("sm_80", "sm_89")),
     Machine("Blackwell (B200)", COMPILED, ("sm_100",)),
     Machine("Turing, Volta (T4, V100)", "compiled for Turing, never run", ("sm_75",)),
-    Machine("AMD Instinct (MI300)", COMPILED, taken="triton"),
-    Machine("Intel and AMD CPUs, Linux", MEASURED, taken="cpu"),
-    Machine("ARM CPUs, Apple silicon", COMPILED, taken="cpu"),
-    Machine("Windows", MISSING),
+    Machine("AMD GPUs (MI200, MI300, RX 7900)", COMPILED, ("gfx90a", "gfx942", "gfx1100")),
+    Machine("Intel and AMD CPUs, Linux", MEASURED, ("cpu",)),
+    Machine("ARM CPUs, Apple silicon", COMPILED, ("cpu",)),
+    Machine("Windows", MISSING, ()),
 )
+_PASSES = {"forward": Purpose.FORWARD, "gradients": Purpose.BACKWARD, "decoding": Purpose.DECODE}
 _NAMES = {"cpu": "C++ engine", "numpy": "NumPy", "cuda": "CUDA C++", "triton": "Triton", "cute": "CuTe DSL"}
 
 
@@ -181,24 +182,24 @@ def machines(results: Path, page: Path) -> str:
     rows = []
     for machine in MACHINES:
         measured = _measured(machine, results) if machine.status == MEASURED else ("", machine.status)
-        rows.append((machine.name, *(_taken(machine, which) for which in features.PASSES), *measured))
-    return table(("machine", *features.PASSES, "speed against SDPA", "status"), rows)
+        rows.append((machine.name, *(_taken(machine, purpose) for purpose in _PASSES.values()), *measured))
+    return table(("machine", *_PASSES, "speed against SDPA", "status"), rows)
 
 
-def _taken(machine: Machine, which: str) -> str:
-    """One backend: GPUs that take different ones are different machines to a reader."""
-    (name,) = {features.automatic(gpu, which) for gpu in machine.gpus} or {machine.taken}
-    return _NAMES.get(name, "")
+def _taken(machine: Machine, purpose: Purpose) -> str:
+    """One backend: machines that take different ones are different ones to a reader."""
+    (name,) = {features.automatic(arch, purpose) for arch in machine.architectures} or {""}
+    return _NAMES.get(name, name)
 
 
 def _measured(machine: Machine, results: Path) -> tuple[str, str]:
     """Geometric means, in the order of the passes, and of which machine they are."""
-    device = "gpu" if machine.gpus else "cpu"
-    sections = ("forward", "gradients" if machine.gpus else "training", "decode")
+    on_cpu = "cpu" in machine.architectures
+    device, gradients, peer = ("cpu", "training", None) if on_cpu else ("gpu", "gradients", CUDNN)
     over = []
-    for section in sections:
+    for section in ("forward", gradients, "decode"):
         found = [r for r in records(results, f"{device}/{section}") if _is_comparable(r, device)]
-        over.append(ratios(found, CUDNN if machine.gpus else None))
+        over.append(ratios(found, peer))
     if not all(found.values for found in over):
         return "", f"not measured yet: `tilewise bench --{device}`"
     about = json.loads((results / device / "forward.json").read_text())["machine"][device].removeprefix("NVIDIA ")
