@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: help demo test test-all test-gpu lint format engine library kernels wheel sanitize coverage prove-gpu report pictures site clean
+.PHONY: help demo test test-all test-gpu lint check-install format engine library kernels wheel sanitize coverage prove-gpu report pictures site clean
 
 help:
 	@echo "make demo      check every kernel system, compare tiled with standard attention"
 	@echo "make test      lint, types and the quick test suite"
 	@echo "make test-all  the same with the long tests"
 	@echo "make test-gpu  what needs an NVIDIA GPU (pip install '.[cuda]' first)"
+	@echo "make check-install  do all extras resolve against the package index alone?"
 	@echo "make format    apply ruff's formatting and fixes"
 	@echo "make engine    compile the native library again, what changed of it"
 	@echo "make kernels   compile the common CUDA kernels ahead (NVRTC or nvcc), for the next wheel"
@@ -30,10 +31,10 @@ PYTEST     := $(ONE_THREAD) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -
 demo: $(VENV)/.package library
 	@$(ONE_THREAD) $(BIN)/tilewise demo
 
-test: lint library
+test: lint check-install library
 	$(PYTEST) -m "not slow and not gpu"
 
-test-all: lint library
+test-all: lint check-install library
 	$(PYTEST) -m "not gpu"
 
 # One process: kernels are compiled once, and a GPU gains nothing from several callers.
@@ -44,6 +45,9 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Once for each pyproject.toml. Without a network it says so and passes; TILEWISE_REQUIRE_INDEX=1, as in CI, makes that an error.
+check-install: $(VENV)/.resolved
 
 format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
@@ -66,8 +70,9 @@ CUDA := tilewise/kernels/cuda
 kernels: $(VENV)/.package
 	$(BIN)/python -m tilewise.kernels.cuda.prebuild
 
-wheel: | $(VENV)/bin/pip
-	TILEWISE_REQUIRE_ENGINE=1 $(BIN)/pip wheel --no-deps --wheel-dir dist .
+# Built twice from one commit it is the same, to the byte.
+wheel: $(VENV)/.wheel
+	$(BIN)/python tests/make_wheel.py dist
 
 # What runs under the sanitizers, with the path of the widest instruction set.
 SANITIZE_TESTS ?= tests/conformance tests/linear/test_cpu.py $(wildcard tests/test_cpu_*.py) -m "not slow" -k "(cpu and default) or test_cpu"
@@ -125,7 +130,16 @@ $(VENV)/.package: pyproject.toml setup.py | $(VENV)/bin/pip
 # pip has one processor: others compile the library meanwhile, which pip's own build then finds made.
 $(VENV)/.test: pyproject.toml setup.py | $(VENV)/bin/pip
 	@echo "Installing tilewise with its test dependencies (PyTorch is the large one)"
-	@$(BUILD_ENGINE) & $(BIN)/pip install --quiet --editable '.[test]' || { wait; exit 1; }; wait
+	@$(BUILD_ENGINE) & $(BIN)/pip install --quiet --editable '.[test,wheel]' || { wait; exit 1; }; wait
+	@touch $@ $(VENV)/.package $(VENV)/.wheel
+
+$(VENV)/.resolved: pyproject.toml tests/check_install.py | $(VENV)/.test
+	@echo "Resolving every extra against the package index alone"
+	@$(BIN)/python tests/check_install.py $@
+
+$(VENV)/.wheel: pyproject.toml setup.py | $(VENV)/bin/pip
+	@echo "Installing what makes a wheel"
+	@$(BIN)/pip install --quiet --editable '.[wheel]'
 	@touch $@ $(VENV)/.package
 
 $(VENV)/.docs: pyproject.toml setup.py | $(VENV)/bin/pip

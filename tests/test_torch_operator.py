@@ -175,7 +175,8 @@ def test_a_second_derivative_is_refused() -> None:
         torch.func.grad(lambda x: torch.func.grad(lambda y: tw.attention(y, k, v).sum())(x).sum())(q.detach())
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what it imports for it
+# PyTorch's own warnings, of what it imports for it.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_forward_mode_is_refused_and_not_dropped() -> None:
     """The derivative of an operator's result would be 0 otherwise, whatever is a derivative's own: q, or a bias."""
     q, bias = torch.randn(1, 2, 4, 3), torch.randn(4, 4)
