@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import make_wheel
 from tilewise import dispatch
 from tilewise.kernels.cpu.engine import build
 
@@ -37,7 +39,7 @@ print(np.abs(tw.attention(q, k, v, kernel={kernel!r}) - want).max() < 1e-12)
 def _copy_sources(folder: Path, with_objects: bool) -> Path:
     """The project as a user gets it; with_objects: what is compiled here already need not be compiled again."""
     folder.mkdir()
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"):
         shutil.copy2(ROOT / name, folder)
     unwanted = shutil.ignore_patterns("__pycache__", build.LIBRARY, build.REASON)
     shutil.copytree(ROOT / "tilewise", folder / "tilewise", ignore=unwanted)
@@ -118,6 +120,45 @@ def test_a_wheel_brings_the_engine_along(tmp_path: Path) -> None:
     _check_engine(Environment(tmp_path / "venv", wheel))
 
 
+@needs_compiler
+@pytest.mark.skipif(sys.platform != "linux", reason="tags of the C library are Linux's")
+def test_a_wheel_to_hand_on_is_named_after_the_oldest_c_library_and_built_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("auditwheel")
+    build.compile_objects()
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    made = []
+    for name in ("first", "another-place"):
+        (tmp_path / name).mkdir()
+        source = _copy_sources(tmp_path / name / "source", with_objects=True)
+        (source / build.OBJECTS.relative_to(ROOT) / build.LIBRARY).unlink(missing_ok=True)  # it is linked there
+        made.append(make_wheel.make(source, tmp_path / name))
+    first, again = made
+    assert first.name == again.name
+    assert first.read_bytes() == again.read_bytes()
+    assert {entry.date_time[0] for entry in zipfile.ZipFile(first).infolist()} == {2023}
+    show = [sys.executable, "-m", "auditwheel", "show", first]
+    told = " ".join(subprocess.run(show, capture_output=True, text=True, check=True).stdout.split())
+    allowed = re.search(r'consistent with the following platform tag: "(\w+)"', told)
+    assert allowed, told
+    assert allowed[1].startswith("manylinux_")
+    assert re.fullmatch(rf"tilewise-[\d.]+-py3-none-{allowed[1]}\.whl", first.name)
+    _check_engine(Environment(tmp_path / "venv", first))
+
+
+def test_a_wheel_has_the_time_of_the_last_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    assert abs(int(make_wheel.epoch(tmp_path)) - time.time()) < 60, "outside a checkout it is now"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.org"]
+    when = {**os.environ, "GIT_COMMITTER_DATE": "1700000000 +0000"}
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *command], check=True, env=when)
+    assert make_wheel.epoch(tmp_path) == "1700000000"
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1600000000")
+    assert make_wheel.epoch(tmp_path) == "1600000000"
+
+
 def test_without_a_compiler_it_installs_and_says_what_is_missing(tmp_path: Path) -> None:
     wheel, told = _wheel_of(_copy_sources(tmp_path / "source", with_objects=False), tmp_path / "wheels", PATH="")
     assert "Tilewise goes without its native engine: no C++ compiler" in told
@@ -169,7 +210,42 @@ def test_a_source_distribution_has_the_sources_and_no_library(tmp_path: Path) ->
         if path.is_file() and path.suffix != ".pyc":
             assert f"{ENGINE}/{path.relative_to(build.ENGINE)}" in names
     assert "setup.py" in names
-    assert [name for name in names if name.endswith((build.LIBRARY, ".o"))] == []
+    assert {"CHANGELOG.md", "SECURITY.md", "LICENSE", "README.md"} <= set(names)
+    assert [name for name in names if name.endswith((build.LIBRARY, ".o")) or name.startswith("tests")] == []
+
+
+def test_a_source_distribution_installs_what_a_checkout_does(tmp_path: Path) -> None:
+    """Unpacked, and with no network: the same files, and they compute."""
+    made = _source_distribution(tmp_path)
+    without_engine = {"PATH": "", "TILEWISE_NO_ENGINE": "1"}
+    of_sources, _ = _wheel_of(tmp_path / "source", tmp_path / "from-sources", **without_engine)
+    with tarfile.open(made) as packed:
+        packed.extractall(tmp_path / "unpacked", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    of_distribution, _ = _wheel_of(unpacked, tmp_path / "from-distribution", **without_engine)
+    contents = [_contents(wheel) for wheel in (of_sources, of_distribution)]
+    assert contents[0] == contents[1]
+    environment = Environment(tmp_path / "venv", of_distribution)
+    assert environment.printed("-c", ATTENTION.format(kernel="numpy")).strip() == "True"
+    assert "✓ numpy" in environment.printed("-m", "tilewise", "doctor")
+
+
+def _contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as packed:
+        return {name: packed.read(name) for name in packed.namelist()}
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_two_builds_from_nothing_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every object is compiled, in two folders."""
+    pytest.importorskip("auditwheel")
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
+    made = [
+        make_wheel.make(_copy_sources(tmp_path / name, with_objects=False), tmp_path / f"wheel-{name}")
+        for name in ("first", "another-place")
+    ]
+    assert made[0].read_bytes() == made[1].read_bytes()
 
 
 @needs_compiler
