@@ -154,7 +154,7 @@ def to_foreign(result: Any, template: Any) -> Any:
 def widen(x: Array, dtype: npt.DTypeLike) -> Array:
     """Stored values as numbers to compute with."""
     if x.dtype == BFLOAT16:
-        x = (x["bfloat16"].astype(np.uint32) << 16).view(np.float32)
+        x = (x["bfloat16"].astype(np.uint32) << np.uint32(16)).view(np.float32)
     return x.astype(dtype, copy=False)
 
 

@@ -6,11 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-try:
-    from torch.distributed.tensor import DTensor, Shard
-except ImportError:  # PyTorch 2.4 has them elsewhere
-    from torch.distributed._tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 
 def mesh_of(mesh: Any, *given: Any) -> Any:

@@ -2,8 +2,8 @@
 
 import torch
 
-if not hasattr(torch.library, "register_autograd"):
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
     raise ImportError(
-        f"tilewise needs PyTorch 2.4 or newer for tensors, this is {torch.__version__}; update it, or pass arrays "
+        f"tilewise needs PyTorch 2.6 or newer for tensors, this is {torch.__version__}; update it, or pass arrays "
         "of NumPy (tensor.numpy() shares its memory)"
     )

@@ -13,8 +13,6 @@ _ARRAYS, _SINKS, _SPEC = 3, 4, 5  # the places of what is no (batch, heads, n, .
 
 
 def register(library: Any, *operators: Any) -> None:
-    if not hasattr(torch.library, "register_vmap"):  # PyTorch 2.4, whose vmap says that it cannot
-        return
     for operator in operators:
         torch.library.register_vmap(operator.name(), partial(_vmap, operator), lib=library)
 

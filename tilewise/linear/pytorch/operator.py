@@ -206,6 +206,5 @@ torch.library.register_fake("tilewise::linear_attention", _fake_forward, lib=_li
 torch.library.register_fake("tilewise::linear_attention_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("tilewise::linear_attention", _gradients, setup_context=_remember, lib=_library)
 torch.library.register_autograd("tilewise::linear_attention_backward", no_second_derivative, lib=_library)
-if hasattr(torch.library, "register_vmap"):  # PyTorch 2.4 has none, and its vmap says so
-    for _operator in (linear_attention, linear_attention_backward):
-        torch.library.register_vmap(_operator.name(), partial(_mapped, _operator), lib=_library)
+for _operator in (linear_attention, linear_attention_backward):
+    torch.library.register_vmap(_operator.name(), partial(_mapped, _operator), lib=_library)
