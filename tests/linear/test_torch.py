@@ -80,7 +80,8 @@ def test_second_derivatives_are_refused() -> None:
         d_x.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own, of what it imports for it
+# PyTorch's own warnings, of what it imports for it.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_forward_mode_is_refused_and_not_dropped() -> None:
     x, gates = torch.randn(1, 2, 5, 4), torch.full((2,), -0.1)
     with forward_ad.dual_level():

@@ -199,6 +199,7 @@ def test_what_attention_makes_of_it(kernel: str) -> None:
 
 
 @needs_triton
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # opcheck's own: it looks at tensors that are no leaves
 def test_the_operator_keeps_pytorchs_rules() -> None:
     from tilewise.pytorch import projection
     from tilewise.pytorch.rope import rotation_on
