@@ -193,6 +193,16 @@ def test_plans_of_nothing(n_q, n_k):
     assert list(p.by_query.tiles(0, 0, 0)) == [] if n_q else p.grid[0] == 0
 
 
+@pytest.mark.parametrize("mask", [K <= Q + B, tw.load(np.arange(64), K + B) < 3], ids=str)
+def test_plans_of_no_sequences(mask):
+    p = made(mask, batch=0)
+    assert_runs(p)
+    assert sum(p.counts.values()) == p.flops == 0
+    none = np.zeros((0, 1, 16, 8), np.float32)
+    for kernel in ("cpu", "numpy"):
+        assert tw.attention(none, none, none, mask=mask, kernel=kernel).shape == none.shape
+
+
 # -- tightness --------------------------------------------------------------------------------------------------------
 
 

@@ -246,7 +246,7 @@ def _runs(plan: Plan, keys_first: bool) -> Runs:
     """Runs along each row: a query tile's key tiles, or with keys_first a key tile's query tiles."""
     rows = plan.grid[1] if keys_first else plan.grid[0]
     axes = (0, 1, 3, 2) if keys_first else (0, 1, 2, 3)
-    if 0 in plan.grid:
+    if 0 in (*plan.grid, *plan.told_apart):
         return Runs(np.zeros((0, 3), np.int64), np.zeros((1, 1, rows + 1), np.int64))
     return _compressed(kinds.transpose(axes) for kinds in _bands(plan, keys_first))
 
