@@ -155,6 +155,17 @@ def test_the_engine_takes_no_callers_word_for_rows(name: str, rows: tuple[int, i
     assert not out.any()
 
 
+def test_arrays_beyond_indices_of_32_bits_are_refused() -> None:
+    """An index of 64 bits, read from another array, could lead there."""
+    q, ids = np.zeros((1, 1, 8, 8), np.float32), np.arange(8) + 2**31
+    for entries, refused in ((2**31, False), (2**31 + 1, True)):
+        table = np.broadcast_to(np.int8(0), (2, entries))
+        spec = Attention(1.0, score=tw.S + load(table, 0, load(ids, K)) * 1.0)
+        reason = dispatch.kernel("cpu").unsupported(spec, Shape.of(spec, q, q, q))
+        assert (reason is not None) == refused
+        assert reason is None or "2147483649 entries in a dimension; it reads up to 2147483648" in reason
+
+
 @pytest.mark.parametrize("n_q", [1, 2])  # by decoding, and by tiles
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_every_number_is_stored_as_itself(path: str, dtype: str, n_q: int) -> None:

@@ -15,6 +15,7 @@ from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 # Small tiles skip more; of a run of tiles the engine takes as many at a time as its caches hold.
 FORWARD_TILE = Tile(q=96, k=64)
 BACKWARD_TILE = Tile(q=96, k=256)
+MOST_ENTRIES = 2**31  # of a dimension of an array that is read, at indices of 32 bits
 
 
 class CpuKernel:
@@ -30,6 +31,9 @@ class CpuKernel:
         for slot in spec.loaded:
             if len(slot.array.shape) > MAX_RANK:
                 return f"a loaded array has {len(slot.array.shape)} dimensions; it reads up to {MAX_RANK}"
+            longest = max(slot.array.shape, default=0)
+            if longest > MOST_ENTRIES:
+                return f"a loaded array has {longest} entries in a dimension; it reads up to {MOST_ENTRIES}"
         return None
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:

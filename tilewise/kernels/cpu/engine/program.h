@@ -106,7 +106,7 @@ struct AbsOp {
         else return a < 0 ? A(-Unsigned<A>(a)) : a;
     }
 };
-struct NarrowOp {  // an index leads to the same cell: it is clamped to an array in any case
+struct NarrowOp {  // an index leads to the same cell: it is clamped to an array, which has at most 2^31 in a dimension
     static INLINE int32_t of(int64_t a) { return int32_t(larger<int64_t>(INT32_MIN, smaller<int64_t>(a, INT32_MAX))); }
 };
 struct SameOp { template <class A> static INLINE A of(A a) { return a; } };
