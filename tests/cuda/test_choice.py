@@ -103,6 +103,13 @@ def test_half_precision_that_tma_refuses_goes_to_triton(front: Callable[..., Any
     assert {name for name, _ in taken} == {"cuda/forward_sm90"}
 
 
+@pytest.mark.parametrize("front", [_attention, _vjp, _operator])
+def test_steps_that_are_never_taken_do_not_decide(front: Callable[..., Any], taken: Taken) -> None:
+    """PyTorch tells any for a dimension of size 1: 7 numbers from a sequence to the next, where there is one."""
+    front(*(x.as_strided(x.shape, (7, *x.stride()[1:])) for x in _tensors()))
+    assert {name for name, _ in taken} == {"cuda/forward_sm90"}
+
+
 @pytest.mark.parametrize("front", FRONTS)
 def test_half_precision_goes_to_triton_where_there_is_no_hopper(
     front: Callable[..., Any], taken: Taken, monkeypatch: pytest.MonkeyPatch
