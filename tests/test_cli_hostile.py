@@ -33,9 +33,10 @@ TEXTS = (
     "K<Q<H", "S**2", "f'{S}'", "softcap(1e-320)", "causal(**{})", "window(1,1,1)", "min()", "load([True,False],Q%2)",
     "load([1,2],Q%2)==load([1,2],K%2)", f"document([{','.join('1' * 1024)}])",
 )  # fmt: skip
-FILES = ("", "nope/x.json", "/proc/self/mem", "💥/💥", "a" * 5000, ".", "bad.json", "list.json", "deep.json",
-         "bytes.json",
-         "old.json", "linear.json", "ranks.json")  # fmt: skip
+FILES = (
+    "", "nope/x.json", "/proc/self/mem", "💥/💥", "a" * 5000, ".", "bad.json", "list.json", "deep.json", "bytes.json",
+    "old.json", "linear.json", "ranks.json",
+)  # fmt: skip
 BROKEN = {
     "bad.json": "{", "list.json": "[1]", "deep.json": "[" * 100_000, "bytes.json": "\udcff",
     "old.json": json.dumps({"schema": run.SCHEMA, "records": [{}]}),
@@ -60,8 +61,9 @@ _SIZES = {
     "build cute": ("--arch", "--d", "--variants", "--dtype", "--projection"),
 }  # fmt: skip
 _PLACES = (
-    "bench --from", "bench --json", "bench --plot", "bench --report", "bench --linear --from", "bench --linear --json",
-    "bench --cpu --from", "bench --gpu --from", "bench --parallel --from", "bench --report . --against",
+    "bench --from", "bench --json", "bench --plot", "bench --report", "bench --linear --from",
+    "bench --linear --n 16 --repeat 1 --json", "bench --cpu --from", "bench --gpu --from", "bench --parallel --from",
+    "bench --report . --against",
     "explain --n 16 --block 8 -o", "lab check", "lab hint", "lab solution", "lab start",
 )  # fmt: skip
 
@@ -142,13 +144,24 @@ def test_a_file_that_lacks_what_its_schema_has(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell of POSIX")
-@pytest.mark.parametrize("arguments", ["--help", "doctor", "plan --n 4096", "lab --help", "demo --trace", "nonsense"])
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "plan --n 4096", "nonsense"]
+    + [pytest.param(x, marks=pytest.mark.slow) for x in ("doctor", "lab --help", "demo --trace")],
+)
 def test_a_reader_that_went_away(arguments: str) -> None:
     script = f"{sys.executable} -m tilewise {arguments} | true"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=False)
     assert "Exception" not in done.stderr and "Traceback" not in done.stderr
     assert ("nonsense" in done.stderr) == (arguments == "nonsense")
+
+
+def test_without_an_output(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `tilewise ... >&-` starts it."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["explain", "--n", "8", "--block", "8", "-o", "nope/page.html"]) == 1
+    assert capsys.readouterr().err.endswith("nope/page.html: No such file or directory\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")

@@ -65,6 +65,8 @@ def _command(argv: Sequence[str] | None) -> int:
 
 def _forget_output() -> None:
     """What could not be written is not tried again when Python ends, which would print a traceback."""
+    if sys.stdout is None:  # closed by whoever started us
+        return
     try:
         sys.stdout.flush()
     except OSError:
