@@ -116,4 +116,4 @@ def taken_by_auto() -> str:
         )
         for row in TABLE
     ]
-    return table(("", "type", *(purpose.value for purpose in Purpose), "the order is"), rows)
+    return table(("", "type", *(purpose.value for purpose in Purpose), "how the order is known"), rows)

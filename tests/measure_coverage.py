@@ -3,7 +3,7 @@
 ARGUMENTS are pytest's. The engine is built with gcov's counters in a folder of its own, never over the normal library.
 FOLDER gets
 
-    summary.json    lines and branches by part, with the date, the commit, the machine and the command
+    summary.json    lines and branches by part, with the date, the commit, the command, and whether a GPU was there
     missing.txt     every line that no test runs, with its text, file by file
     html/           coverage.py's pages of the Python files
 
@@ -29,6 +29,7 @@ if __name__ == "__main__":  # run from anywhere, beside this package
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from tests.proof import commit
+from tilewise.bench.machine import import_torch
 from tilewise.kernels.cpu.engine import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,7 +39,6 @@ ENGINE = "kernels/cpu/engine"
 
 # Counters are shared by threads, and every path that this machine can run writes its own.
 ENGINE_FLAGS = {"CXXFLAGS": "--coverage -fprofile-update=atomic", "LDFLAGS": "--coverage"}
-# Errors that are ignored are of modules that tests made of generated text, and that are gone.
 # The compilers of CuTe and TileLang read their sources; Python never runs them, whatever the tests do.
 NOT_PYTHON = (
     "tilewise/kernels/cute/source/*",
@@ -46,6 +46,7 @@ NOT_PYTHON = (
     "tilewise/linear/kernels/tilelang/source/*",
     "build/*",  # modules of generated text, which have names of the package
 )
+# Errors that are ignored are of modules that tests made of generated text, and that are gone.
 SETTINGS = """\
 [run]
 branch = true
@@ -100,6 +101,7 @@ def report(folder: Path, command: str, code: int) -> None:
     engine = engine_lines(OBJECTS)
     summary = {
         "date": date.today().isoformat(), **commit(), "command": command, "held": code == 0,
+        "gpu": has_gpu(),
         "parts": parts(python, engine),
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -108,6 +110,11 @@ def report(folder: Path, command: str, code: int) -> None:
     (folder / "missing.txt").write_text("".join(told(name, lines) for name, lines in sorted(missed.items()) if lines))
     print(table(summary))
     print(f"\nWhat no test runs: {os.path.relpath(folder / 'missing.txt')}; pages: {os.path.relpath(folder / 'html')}")
+
+
+def has_gpu() -> bool:
+    torch = import_torch()
+    return torch is not None and torch.cuda.is_available()
 
 
 def engine_lines(objects: Path, sources: Path = build.ENGINE) -> dict[str, Lines]:
@@ -168,8 +175,9 @@ def table(summary: Record) -> str:
     python = [row for name, row in summary["parts"].items() if name != ENGINE]
     rows.append(f"| all Python {_cells({key: sum(row[key] for row in python) for key in python[0]})}")
     failed = "" if summary["held"] else " Some tests failed."
+    where = "with" if summary["gpu"] else "without"
     which = f"{(summary['commit'] or 'no commit')[:10]}{' and changes to it' if summary['dirty'] else ''}"
-    about = f"Measured on {summary['date']} at {which} by `{summary['command']}`, without a GPU.{failed}"
+    about = f"Measured on {summary['date']} at {which} by `{summary['command']}`, {where} a GPU.{failed}"
     return "\n".join(["| part | lines | run | branches taken |", "|---|---|---|---|", *rows, "", about])
 
 

@@ -14,6 +14,7 @@ from tests import measure_coverage as measuring
 FILE = {"num_statements": 10, "covered_lines": 7, "num_branches": 4, "covered_branches": 3}
 SUMMARY = {
     "date": "2026-01-02", "commit": "0123456789abcdef", "dirty": False, "command": "pytest -m 'not slow'", "held": True,
+    "gpu": False,
     "parts": measuring.parts(
         {f"tilewise/{name}.py": {"summary": FILE} for name in ("api", "rope", "kernels/cuda/ops", "lab/__init__")},
         {"tilewise/kernels/cpu/engine/simd.h": {1: 0, 2: 5, 3: 1, 9: 2}},
@@ -47,6 +48,7 @@ def test_the_table() -> None:
         "Measured on 2026-01-02 at 0123456789 by `pytest -m 'not slow'`, without a GPU.",
     ]
     assert "and changes to it" in measuring.table({**SUMMARY, "dirty": True})
+    assert "`, with a GPU." in measuring.table({**SUMMARY, "gpu": True})
     assert "Some tests failed." in measuring.table({**SUMMARY, "held": False})
 
 

@@ -47,11 +47,7 @@ def _enter_sdpa(problem: Problem) -> Entry:
 
     if problem.variant.cap is not None:
         raise RefusedError("cannot express", "SDPA has no soft cap")
-    extra: dict[str, Any] = {}
-    if problem.cell.heads != problem.cell.heads_k:
-        if "enable_gqa" not in (sdpa.__doc__ or ""):
-            raise RefusedError("cannot express", "grouped heads in SDPA need PyTorch 2.5")
-        extra["enable_gqa"] = True
+    extra = {"enable_gqa": True} if problem.cell.heads != problem.cell.heads_k else {}
     q, k, v, put = _tensors(problem)
     mask, held = (None, 0) if problem.is_causal else _sdpa_mask(problem, put)
 
