@@ -32,6 +32,7 @@ def run(script: str, folder: Path, **environment: str) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
+@pytest.mark.slow  # a minute of waiting for the index; `make test` resolves the real extras beside the tests
 @pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's wheels name a Triton on Linux alone")
 def test_pins_that_exclude_each_other_are_told(tmp_path: Path) -> None:
     """PyTorch 2.13.0 names Triton 3.7.1. Its CPU wheels name none, and hide the conflict where pip finds one."""
