@@ -124,3 +124,23 @@ def test_pipes_links_and_files_in_closed_folders_are_written(tmp_path: Path, mon
     with failing(tmp_path, errno.EACCES, at=1):
         disk.write_whole(tmp_path / "file", b"newer")
     assert (tmp_path / "file").read_bytes() == b"newer"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    """To open a pipe waits for a writer. No handle stays open, however often it is asked for."""
+    files = Files(tmp_path)
+    os.mkfifo(tmp_path / "name") if kind == "pipe" else (tmp_path / "name").mkdir()
+    command = (
+        "import os; from pathlib import Path; from tilewise.kernels.disk import Files; files = Files(Path.cwd()); "
+        "assert files.read('name') is None; before = os.open(os.devnull, os.O_RDONLY); os.close(before); "
+        "assert [files.read('name') for _ in range(9)] == [None] * 9 and os.open(os.devnull, os.O_RDONLY) == before"
+    )
+    subprocess.run(
+        [sys.executable, "-c", command], cwd=tmp_path, check=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    if kind == "pipe":
+        files.add("name", b"content")
+        assert files.read("name") == b"content"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.disk.users import Cubins, User, forget_all, needs_cc
-from tilewise.kernels.cuda import compiler
+from tilewise.kernels.cuda import compiler, simulator
 from tilewise.kernels.cuda.source import Source
 from tilewise.kernels.disk import Files
 
@@ -85,3 +85,22 @@ def test_a_cubin_that_does_not_load_is_made_again_once(
     with pytest.raises(launcher.LaunchError, match="INVALID_IMAGE"):
         launcher._load(source, "sm_90a")
     assert user.made == 3, "what was compiled now is not compiled again"
+
+
+@pytest.mark.skipif(simulator.unavailable() is not None, reason="the simulator compiles")
+def test_a_simulator_that_does_not_link_is_made_again_once(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Programs are linked with an object, which is never loaded by itself."""
+    runtime = simulator._runtime(tuple(simulator._compiler()))
+    Files(runtime.parent).add(runtime.name, b"an object of another linker")
+    made: list[str] = []
+    run = simulator._run
+    monkeypatch.setattr(simulator, "_run", lambda *given: (made.append(given[-1]), run(*given))[1])
+    text = 'extern "C" void kernel(void*) {}\n'
+    with pytest.raises(simulator.CompileError):
+        simulator.compile_source(text + "no C++")
+    assert made.count("runtime.o") == 1 and "does not load, and is made again" in caplog.text
+    with pytest.raises(simulator.CompileError):
+        simulator.compile_source(text + "no C++ either")
+    assert made.count("runtime.o") == 1, "the source is wrong, not the simulator"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
 import logging
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -160,9 +162,11 @@ class Files:
         """Of the very file that was looked at, whatever takes its place meanwhile."""
         self._check()
         path = self.folder / name
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-        with os.fdopen(handle, "rb") as file:
-            why = _written_by_others(path, os.fstat(handle)) if self.guarded else None
+        with open(path, "rb", opener=_opened_at_once) as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            why = _written_by_others(path, about) if self.guarded else None
             if why is not None:
                 raise UntrustedError(why)
             return file.read()
@@ -246,6 +250,11 @@ def _files_in(folder: Path) -> list[Path]:
             return [Path(entry.path) for entry in entries if entry.is_file()]
     except OSError:
         return []
+
+
+def _opened_at_once(path: str, flags: int) -> int:
+    """A pipe that lies there would have its reader wait for ever."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _is_whole(content: bytes) -> bool:

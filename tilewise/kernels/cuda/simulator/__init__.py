@@ -202,6 +202,15 @@ def compile_source(text: str) -> Program:
 
     def make(folder: Path) -> Path:
         (folder / "kernel.cu").write_text(text + _WRAPPER)
+        try:
+            return linked(folder, runtime)
+        except CompileError as error:
+            if _links(compiler, folder, runtime):
+                raise  # the source's own mistake
+            _files().forget(runtime.name, error)
+            return linked(folder, _runtime(tuple(compiler)))
+
+    def linked(folder: Path, runtime: Path) -> Path:
         command = [*compiler, *flags, "-shared", "kernel.cu", "-x", "none", str(runtime), "-o", "kernel.so"]
         return _run(command, folder, "kernel.so")
 
@@ -230,13 +239,26 @@ def _runtime(compiler: tuple[str, ...]) -> Path:
     return _made(f"{_runtime_key(compiler)}.o", make, Path)
 
 
+def _links(compiler: list[str], folder: Path, runtime: Path) -> bool:
+    """Whether the compiler takes what the cache has as the simulator."""
+    try:
+        _run([*compiler, "-shared", str(runtime), "-o", "runtime.so"], folder, "runtime.so")
+    except CompileError:
+        return False
+    return True
+
+
 def _key(*parts: Any) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:32]
 
 
+def _files() -> disk.Files:
+    return disk.user_cache("simulator")
+
+
 def _made(name: str, make: Callable[[Path], Path], load: Callable[[Path], T]) -> T:
     """What is loaded from the file of that name, which is made if it is not there or does not load."""
-    files = disk.user_cache("simulator")
+    files = _files()
     found = files.loaded(name, load)
     if found is None:
         with disk.workplace() as folder:
