@@ -219,6 +219,17 @@ def test_long_lines_are_summarised_soundly(n):
             assert (lo[i], hi[i]) == (array[a : b + 1].min(), array[a : b + 1].max())
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float16, bool])
+@pytest.mark.parametrize(("first", "last"), [(3, 3), (1, 5), (-9, 99)])
+def test_one_range_for_all_tiles(first, last, dtype):
+    """As of load(a, 3) or load(a, NK - 1): no array of ranges, but one number for each end."""
+    array = np.array([0, 1, 0, 1, 1, 0, 1], dtype)
+    lo, hi = INTERVAL_OPS["load"](ex.Loaded(array), (np.asarray(first), np.asarray(last)))
+    read = array[max(first, 0) : last + 1].astype(float)
+    assert lo.shape == hi.shape == ()
+    assert read.min() - 1e-3 <= lo <= read.min() <= read.max() <= hi <= read.max() + 1e-3
+
+
 def test_indices_outside_are_clamped_as_values_are():
     array = np.array([5, 6, 7])
     lo, hi = INTERVAL_OPS["load"](ex.Loaded(array), (np.array([-9, -9, 1, 8]), np.array([-4, 1, 50, 90])))

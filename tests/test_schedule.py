@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import tilewise as tw
 from tests.strategies import bool_exprs, dense_values, float_exprs, profile
 from tilewise import schedule
-from tilewise.expr import HK, KP, QP, B, H, K, Q, S
+from tilewise.expr import HK, KP, NK, NQ, QP, B, H, K, Q, S
 from tilewise.schedule import Kind, plan
 from tilewise.spec import Attention, Shape, Tile
 
@@ -84,6 +84,20 @@ SHAPES = st.builds(
     st.integers(1, 2), st.integers(1, 2), st.integers(1, 2), st.integers(0, 13), st.integers(0, 13),
 )  # fmt: skip
 SIDES = st.integers(1, 15)
+
+
+@pytest.mark.parametrize("place", [3, NK - 1, tw.minimum(NQ + NK, 9)])
+def test_arrays_that_are_read_at_one_place(place):
+    """The same for all tiles, so that a plan has nothing to tell them by."""
+    ids = np.arange(16) // 4
+    for mask in (
+        tw.load(ids, place) >= tw.load(ids, K),
+        tw.load(ids, place) > 0,
+        tw.load(ids, tw.load(ids, place)) > 0,
+    ):
+        assert_sound(made(mask), mask)
+    score = tw.where(tw.load(ids.astype(np.float32), place) > 0.0, S, float("-inf"))
+    assert_sound(made(score=score), None, score)
 
 
 def check_random(mask, score, shape, tile_q, tile_k):

@@ -255,8 +255,9 @@ def _over_ranges(low: Array, high: Array, first: Array, last: Array) -> Interval
     """Minima of low and maxima of high over ranges of their last axis, at each place of the axes before it, which
     broadcast with the ranges: two overlapping power-of-two spans cover each range."""
     grid = np.broadcast_shapes(low.shape[:-1], first.shape)
-    first, last = np.broadcast_to(first, grid), np.broadcast_to(last, grid)
-    lo, hi = np.empty(grid, low.dtype), np.empty(grid, high.dtype)
+    places = grid or (1,)  # one range for all tiles, as of load(a, 3): np.nonzero takes no single number
+    first, last = np.broadcast_to(first, places), np.broadcast_to(last, places)
+    lo, hi = np.empty(places, low.dtype), np.empty(places, high.dtype)
     level = np.frexp(last - first + 1)[1] - 1  # floor(log2(length))
     for i in range(int(level.max(initial=-1)) + 1):
         at = np.nonzero(level == i)
@@ -265,7 +266,7 @@ def _over_ranges(low: Array, high: Array, first: Array, last: Array) -> Interval
         lo[at], hi[at] = np.minimum(low[a], low[b]), np.maximum(high[a], high[b])
         low = np.minimum(low[..., : -(2**i)], low[..., 2**i :])
         high = np.maximum(high[..., : -(2**i)], high[..., 2**i :])
-    return lo, hi
+    return lo.reshape(grid), hi.reshape(grid)
 
 
 def _box(array: Array, box: list[Interval]) -> Interval:
