@@ -17,6 +17,7 @@ from tilewise._version import __version__
 from tilewise.bench import suite
 from tilewise.bench.gpu import suite as gpu_suite
 from tilewise.cases import Case
+from tilewise.choosing import Purpose
 from tilewise.kernels.cuda.rungs import RUNGS
 from tilewise.kernels.cuda.source import assembled
 
@@ -82,16 +83,19 @@ def test_backends_without_results_have_no_row(measured: Path, tmp_path: Path) ->
     assert len(summary.backends(measured, tables.README).splitlines()) == 2 + 9
 
 
-def _said_to_compile() -> set[str]:
+def _said_to_compile(purposes: tuple[Purpose, ...] = tuple(Purpose), system: str = "") -> set[str]:
+    """Those of GPUs; system: on which `auto` takes it for one of these purposes."""
     machines = (machine for machine in summary.MACHINES if machine.status.startswith("compiled"))
-    return {arch for machine in machines for arch in machine.architectures} - {"cpu"}
+    every = {arch for machine in machines for arch in machine.architectures} - {"cpu"}
+    return {arch for arch in every if not system or system in {features.automatic(arch, x) for x in purposes}}
 
 
 def test_triton_compiles_for_machines_that_are_said_to_compile() -> None:
     pytest.importorskip("triton")
-    from tests.triton.test_compile import ARCHITECTURES
+    from tests.triton.test_compile import ARCHITECTURES, DECODING
 
-    assert _said_to_compile() <= set(ARCHITECTURES)
+    assert _said_to_compile((Purpose.FORWARD, Purpose.BACKWARD), "triton") <= set(ARCHITECTURES)
+    assert _said_to_compile((Purpose.DECODE,), "triton") <= {*ARCHITECTURES, *DECODING}
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")

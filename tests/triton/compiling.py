@@ -51,6 +51,7 @@ class Target:
 
 
 TARGETS = {
+    "sm_75": Target(GPUTarget("cuda", 75, 32), 64 << 10),
     "sm_80": Target(GPUTarget("cuda", 80, 32), 163 << 10),
     "sm_89": Target(GPUTarget("cuda", 89, 32), 99 << 10),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 << 10, copies=True),
@@ -162,10 +163,15 @@ def _linear(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("which", nargs="?", choices=["all"], help="more types, sizes and variants")
+    parser.add_argument(
+        "which", nargs="?", choices=["all", "decode"], help="more types, sizes and variants; or decoding alone"
+    )
     options = parser.parse_args()
     _stand_for(options.target, TARGETS[options.target])
-    _every_kernel(options.which == "all")
+    if options.which == "decode":
+        _every_decode()
+    else:
+        _every_kernel(options.which == "all")
     sys.stdout.write(" ".join(sorted(compiled)) + "\n")
     sys.exit("\n".join(too_large + unordered) or None)
 
@@ -236,15 +242,19 @@ def _further(causal: Any, scores: list[Any]) -> None:
     dense, padding = torch.zeros(4, 160, 160, dtype=torch.bool), torch.zeros(1, 160, dtype=torch.bool)
     _refine(causal & tw.dense(dense), torch.float16, 128)
     _refine(tw.window(20) | load(padding, B, K), torch.float32, 256)
-    sinks = np.zeros(8, np.float32)
-    for dtype, d, page_size in (
-        (torch.bfloat16, 128, None), (torch.float16, 80, 16), (torch.bfloat16, 64, 256), (torch.float32, 128, 16),
-    ):  # fmt: skip
-        _decode(Attention(0.1, causal & tw.window(512), tw.softcap(30.0) >> tw.alibi(8), sinks), dtype, d, page_size)
-    _decode(Attention(0.1), torch.bfloat16, 512, 64)
+    _every_decode()
     arguments._has_copy_engine = lambda device: False
     for dtype, d in ((torch.bfloat16, 64), (torch.float16, 80), (torch.bfloat16, 256), (torch.float32, 128)):
         _call(Attention(0.1, causal, tw.softcap(30.0), sinks=np.zeros(4, np.float32)), dtype, d)
+
+
+def _every_decode() -> None:
+    mask, sinks = tw.causal() & tw.window(512), np.zeros(8, np.float32)
+    for dtype, d, page_size in (
+        (torch.bfloat16, 128, None), (torch.float16, 80, 16), (torch.bfloat16, 64, 256), (torch.float32, 128, 16),
+    ):  # fmt: skip
+        _decode(Attention(0.1, mask, tw.softcap(30.0) >> tw.alibi(8), sinks), dtype, d, page_size)
+    _decode(Attention(0.1), torch.bfloat16, 512, 64)
 
 
 if __name__ == "__main__":
