@@ -343,19 +343,26 @@ def test_luck_is_rare_or_there_is_little_of_it(name: str, lucky: int, results: i
 
 
 @pytest.mark.parametrize(
-    ("queries", "cases", "which"), [(None, 100, "out, out of dense, "), (1, 400, "out of decode\n")]
+    ("queries", "cases", "which", "fine"),
+    [(None, 100, {"out", "out of dense"}, set()), (1, 400, {"out of decode"}, {"out of dense", "out of packed"})],
 )
 def test_what_happens_everywhere_is_no_luck(
-    queries: int | None, cases: int, which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    queries: int | None,
+    cases: int,
+    which: set[str],
+    fine: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Everywhere, or with one query alone, which is a small part of all calls."""
+    """Everywhere, or with one query alone, which is a small part of all calls but of decoding."""
     from tests import fuzz
 
     monkeypatch.setattr(fuzz.dispatch, "kernel", lambda name: _RoundsTooMuch(queries))
     assert fuzz.main(["--kernel", "numpy", "--cases", str(cases), "--backward-share", "0"]) == 1
     told = capsys.readouterr().out
     assert "0 failures" in told
-    assert f"FAILED: beyond the contract's limit more often than by luck: {which}" in told
+    (names,) = re.findall("FAILED: beyond the contract's limit more often than by luck: (.*)", told)
+    assert which <= {*names.split(", ")} and fine.isdisjoint(names.split(", "))
 
 
 # -- kernels that take the process with them --------------------------------------------------------------------------
