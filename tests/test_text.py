@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable
 
@@ -341,10 +342,15 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_is_refused_quickly(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    start = time.process_time()
-    with pytest.raises(tw.ExpressionError) as error:
-        tw.parse(HOSTILE[name], [np.arange(4)])
-    assert time.process_time() - start < 1
+    gc.disable()  # what other tests left behind is not the parser's time
+    try:
+        start = time.process_time()
+        with pytest.raises(tw.ExpressionError) as error:
+            tw.parse(HOSTILE[name], [np.arange(4)])
+        taken = time.process_time() - start
+    finally:
+        gc.enable()
+    assert taken < 1
     assert len(str(error.value)) < 1500
     assert not list(tmp_path.iterdir())
 
