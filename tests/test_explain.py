@@ -41,6 +41,8 @@ def test_a_call_that_nothing_computes_is_explained_too() -> None:
 def test_an_unknown_kernel_raises() -> None:
     with pytest.raises(ValueError, match=r"kernel: expected one of auto, cpu, numpy, .* got 'abacus'"):
         tw.explain(*_inputs(8), kernel="abacus")
+    with pytest.raises(ValueError, match="got 'Trition'; did you mean 'triton'"):
+        tw.explain(*_inputs(8), kernel="Trition")
 
 
 def test_a_simulator_is_explained_if_named() -> None:
@@ -81,7 +83,7 @@ def test_auto_takes_the_first_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.resolve("auto", Attention(1.0), backward).name == "numpy"
     told = tw.explain(*_inputs(8))
     assert (told.kernel, told.gradients) == ("picky", "numpy")
-    assert "the first that can of picky, numpy (main memory, float32; made up)" in told.why
+    assert "the first usable of picky, numpy (main memory, float32; made up)" in told.why
     assert "\n  not picky: it has no backward pass" in str(told).partition("gradients: numpy")[2]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
@@ -221,7 +222,9 @@ def check_name(name: Any) -> None:
     is_text = isinstance(name, str)
     if not is_text or name not in ("auto", *NAMED):
         error = ValueError if is_text else TypeError
-        raise error(f"kernel: expected one of {', '.join(('auto', *NAMED))}, got {name!r}")
+        alike = get_close_matches(name.lower(), ("auto", *NAMED), n=1) if is_text else []
+        advice = f"; did you mean {alike[0]!r}?" if alike else ""
+        raise error(f"kernel: expected one of {', '.join(('auto', *NAMED))}, got {name!r}{advice}")
 
 
 def resolve(name: str, spec: Attention, shape: Shape, purpose: Purpose | None = None) -> Kernel:

@@ -82,7 +82,7 @@ def _why(made: dispatch.Choice) -> str:
     if made.row is None or made.taken is None:
         return ""
     where = made.row.group if made.architecture == "cpu" else f"{made.row.group} ({made.architecture})"
-    return f"the first that can of {', '.join(made.tried)} ({where}, {made.dtype}; {made.row.origin})"
+    return f"the first usable of {', '.join(made.tried)} ({where}, {made.dtype}; {made.row.origin})"
 
 
 def _before(made: dispatch.Choice) -> dict[str, str | None]:
@@ -115,7 +115,7 @@ def describe_plan(p: Plan) -> str:
     kinds = ", ".join(f"{k.name} {counts[k]:,} ({counts[k] / total:.0%})" for k in Kind)
     return "\n".join(
         [
-            f"tiles: {p.grid[0]} x {p.grid[1]} of {p.tile.q} x {p.tile.k} a head; in all {kinds}",
+            f"tiles: {p.grid[0]} x {p.grid[1]} of {p.tile.q} x {p.tile.k} per head; in total {kinds}",
             f"operations: {count(p.flops)}, {ratio(p.flops, p.flops_naive)} of full attention's {count(p.flops_naive)}",
             f"slow-memory traffic: tiled {size(p.bytes_tiled)}, naive {size(p.bytes_naive)} "
             f"({p.bytes_naive / max(p.bytes_tiled, 1):.1f}x)",

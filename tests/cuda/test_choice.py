@@ -150,7 +150,7 @@ def test_explain_tells_how_arrays_lie(taken: Taken) -> None:
     assert told.reasons["cuda/forward_sm90"] == (
         "q has rows, heads or batches 34 bytes apart; TMA takes positive multiples of 16"
     )
-    assert "the first that can of cuda/forward_sm90, cute/forward_sm90, triton" in told.why
+    assert "the first usable of cuda/forward_sm90, cute/forward_sm90, triton" in told.why
     assert tw.explain(*_tensors()).kernel == "cuda/forward_sm90"
 
 

@@ -137,7 +137,7 @@ def _devices() -> tuple[str, ...]:
 
 def _tell_of_missing() -> None:
     """A line for each system that cannot compute here, with what adds it."""
-    print("Not shown, for want of what they need:")
+    print("Skipped on this machine:")
     told = False
     for name in (*dispatch.NAMES, *dispatch.ONLY_IF_NAMED):
         reason = dispatch.kernel(name).unavailable()

@@ -52,4 +52,4 @@ def _notes(made: Sequence[dispatch.Choice]) -> Iterator[str]:
             told.append(f"{choice.purpose.value} in {choice.dtype}")
     yield from (f"slow: {', '.join(where)} by {told}" for told, where in slow.items())
     origins = dict.fromkeys(choice.row.origin for choice in made if choice.row is not None)
-    yield f"The order of kernels: {'; '.join(origins)}. tw.explain(q, k, v, ...) tells of a call."
+    yield f"The order of kernels: {'; '.join(origins)}. tw.explain(q, k, v, ...) shows it for a call."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 from tilewise.generations import GENERATIONS
@@ -23,7 +24,8 @@ def none_here() -> str | None:
     """Who has tensors on a GPU has imported PyTorch."""
     torch = sys.modules.get("torch")
     if torch is None:
-        return "nothing is on a GPU: PyTorch is not imported in this process"
+        why = "is not installed" if find_spec("torch") is None else "is not imported in this process"
+        return f"nothing is on a GPU: PyTorch {why}"
     return None if torch.cuda.is_available() else "PyTorch finds no GPU, or was built without CUDA"
 
 
