@@ -123,7 +123,7 @@ $(VENV)/bin/pip:
 	@$(PYTHON) -m venv $(VENV) || { echo "No venv module: install it (Debian: apt install python3-venv) and try again."; exit 1; }
 
 $(VENV)/.package: pyproject.toml setup.py | $(VENV)/bin/pip
-	@echo "Installing tilewise (NumPy only)"
+	@echo "Installing tilewise (NumPy only) and compiling its engine, which takes up to a minute"
 	@$(BIN)/pip install --quiet --editable .
 	@touch $@
 
