@@ -46,7 +46,8 @@ NOT_PYTHON = (
     "tilewise/linear/kernels/tilelang/source/*",
     "build/*",  # modules of generated text, which have names of the package
 )
-# Errors that are ignored are of modules that tests made of generated text, and that are gone.
+# Reports leave out what runs do: processes in other folders count it. Errors that are ignored are of modules that tests
+# made of generated text, and that are gone.
 SETTINGS = """\
 [run]
 branch = true
@@ -60,6 +61,7 @@ patch = subprocess
 disable_warnings = no-data-collected, module-not-imported, module-not-measured, already-imported, couldnt-parse
 [report]
 ignore_errors = true
+omit = {omit}
 exclude_also =
     if TYPE_CHECKING:
     @overload
