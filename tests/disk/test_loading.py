@@ -87,7 +87,7 @@ def test_a_cubin_that_does_not_load_is_made_again_once(
     assert user.made == 3, "what was compiled now is not compiled again"
 
 
-@pytest.mark.skipif(simulator.unavailable() is not None, reason="the simulator compiles")
+@pytest.mark.skipif(simulator.unavailable() is not None, reason="there is no C++ compiler for the simulator")
 def test_a_simulator_that_does_not_link_is_made_again_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
