@@ -51,6 +51,9 @@ _LIKE_HOPPER = "not measured there: as on Hopper, without Hopper's own kernels"
 # Triton 8 / 6, cute/basic 22; d 128 18 / 12, 5 / 6 and 15; d 512 11 / 5 and 1 / 2. One query a sequence on 8192 keys,
 # d 64: Triton, which splits the keys, 336 us in bfloat16 and 668 in float32; a forward pass of cuda 2317 and 2374.
 #
+# To measure a kernel of it again, beside PyTorch's: `tilewise bench --device cuda --kernel triton --n 2048 --batch 2
+# --heads 16 --d 36,64,320 --dtype bfloat16,float32 --variants full,causal --backward`.
+#
 # In decoding "cuda" is the bare system: its forward pass reads each sequence where it lies, so that it picks its rung
 # for each. CuTe's forward pass for Hopper is faster than Triton's, but its backward pass refuses an output gradient of
 # another type than q, which only the call tells: so it comes last there.

@@ -24,8 +24,9 @@ from tilewise.contract import (
 )
 from tilewise.derivative import score_slopes
 from tilewise.expr import NK, NQ, Expr, H, K, Loaded, Q, S, load
-from tilewise.kernels.cuda import ops
-from tilewise.kernels.cuda.ops import Frame, FrameError, Place, Term, variant
+from tilewise.kernels.cuda import ops, terms
+from tilewise.kernels.cuda.ops import variant
+from tilewise.kernels.cuda.terms import Frame, FrameError, Place, Term
 from tilewise.spec import Attention
 from tilewise.validate import Call
 
@@ -168,12 +169,12 @@ def test_operations_take_absolute_values_alone(frame: Frame) -> None:
 
 
 def test_columns_meet_values_of_their_frame_alone() -> None:
-    assert ops.compared_with_column("<=", _row(Frame.FROM_FIRST_KEY)) == "key.column <= row.t1"
-    assert ops.joined_to_column(1, _row(Frame.TO_FIRST_KEY)) == "row.t1 + float(key.column)"
-    assert ops.joined_to_column(-1, _row(Frame.FROM_FIRST_KEY)) == "row.t1 - float(key.column)"
+    assert terms.compared_with_column("<=", _row(Frame.FROM_FIRST_KEY)) == "key.column <= row.t1"
+    assert terms.joined_to_column(1, _row(Frame.TO_FIRST_KEY)) == "row.t1 + float(key.column)"
+    assert terms.joined_to_column(-1, _row(Frame.FROM_FIRST_KEY)) == "row.t1 - float(key.column)"
     for frame in (Frame.ABSOLUTE, Frame.TO_FIRST_KEY):
         with pytest.raises(FrameError, match=frame.name):
-            ops.compared_with_column("<=", _row(frame))
+            terms.compared_with_column("<=", _row(frame))
     for sign, frame in ((1, Frame.ABSOLUTE), (-1, Frame.ABSOLUTE), (1, Frame.FROM_FIRST_KEY), (-1, Frame.TO_FIRST_KEY)):
         with pytest.raises(FrameError, match=frame.name):
-            ops.joined_to_column(sign, _row(frame))
+            terms.joined_to_column(sign, _row(frame))

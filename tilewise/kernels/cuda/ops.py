@@ -4,8 +4,8 @@ A value is computed where it varies: once a head, a query row or a key, and for 
 Conditions that bound K by a sum of other variables (causal, window, prefix) become bounds of a column within the tile,
 held in registers for each row: a comparison with a constant for each score, which is what one would write by hand.
 
-A value is absolute or belongs to the frame of a tile, whose columns count from its first key. What a tile makes of a
-row's value is another value with another name; the row keeps its own.
+What a tile makes of a row's value is another value with another name, in the frame of that tile (terms.py); the row
+keeps its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import IntEnum, IntFlag
 from functools import partial
 from typing import Any
 
@@ -36,6 +35,15 @@ from tilewise.kernels.cuda.sums import (
     times,
 )
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table, layout
+from tilewise.kernels.cuda.terms import (
+    STRUCTS,
+    Frame,
+    Place,
+    Term,
+    all_absolute,
+    compared_with_column,
+    joined_to_column,
+)
 from tilewise.walking import OpTable, evaluate
 
 STORED = {
@@ -44,78 +52,9 @@ STORED = {
 }  # fmt: skip
 
 
-class Place(IntFlag):
-    """Where a value varies; what depends on both a query and a key varies from score to score."""
-
-    HEAD = 0
-    ROW = 1
-    KEY = 2
-    SCORE = 3
-
-
-class Frame(IntEnum):
-    """How often the first key of a tile is taken off a value.
-
-    Comparisons need one frame on both sides; a sum or difference has the sum or difference of the frames; everything
-    else takes absolute values alone.
-    """
-
-    ABSOLUTE = 0
-    FROM_FIRST_KEY = 1  # as columns are counted
-    TO_FIRST_KEY = -1  # what a column is added to
-
-
-class FrameError(TypeError):
-    """The generator would mix values of two frames: its own mistake, told when the code is written."""
-
-
-_STRUCTS = {Place.HEAD: "head", Place.ROW: "row", Place.KEY: "key"}  # what holds the values of each place
 _NAMES = {Place.HEAD: "h", Place.ROW: "r", Place.KEY: "k", Place.SCORE: "x"}  # how the values of each place are named
 _IN_TILE = "t"  # begins the names of what a tile makes of a row's values
 _PLACES = {"S": Place.SCORE, **dict.fromkeys(OF_ROWS, Place.ROW), "K": Place.KEY, "KP": Place.KEY}
-
-
-@dataclass(frozen=True)
-class Term:
-    """A value in C++: a literal, or a name in the place where it is computed."""
-
-    text: str
-    type: str  # bool, int, int64 or float
-    place: Place
-    named: bool = True  # a literal is the same everywhere
-    of_score: bool = False  # it depends on S, so that it may be off in the last place; positions decide over masks
-    from_array: bool = False  # such integers may have any size, so arithmetic on them takes 64 bits, as in NumPy
-    linear: Linear | None = None
-    absolute_of: Linear | None = None  # a sum whose size it is
-    within: Range | None = None  # a condition not written down yet: another bound may join it
-    frame: Frame = Frame.ABSOLUTE
-
-    def seen_from(self, place: Place) -> str:
-        """How code of that place calls the value."""
-        return self.text if not self.named or self.place == place else f"{_STRUCTS[self.place]}.{self.text}"
-
-
-COLUMN = Term("column", "int", Place.KEY, frame=Frame.FROM_FIRST_KEY)
-
-
-def all_absolute(*terms: Term) -> None:
-    framed = [f"{x.text} ({x.frame.name})" for x in terms if x.frame]
-    if framed:
-        raise FrameError(f"expected absolute values, got {', '.join(framed)}")
-
-
-def compared_with_column(symbol: str, bound: Term) -> str:
-    """A condition on the column of a score, of which the place is SCORE."""
-    if bound.frame != COLUMN.frame:
-        raise FrameError(f"a column is compared with {bound.text}, whose frame is {bound.frame.name}")
-    return f"{COLUMN.seen_from(Place.SCORE)} {symbol} {bound.seen_from(Place.SCORE)}"
-
-
-def joined_to_column(sign: int, start: Term) -> str:
-    """`start` plus or minus the column: an absolute float."""
-    if start.frame + sign * COLUMN.frame != Frame.ABSOLUTE:
-        raise FrameError(f"a column times {sign} is added to {start.text}, whose frame is {start.frame.name}")
-    return f"{start.seen_from(Place.SCORE)} {'+' if sign > 0 else '-'} float({COLUMN.seen_from(Place.SCORE)})"
 
 
 @dataclass(frozen=True)
@@ -232,7 +171,7 @@ class _Writer:
 
     def places(self) -> list[str]:
         """The structs of heads, rows and keys, and the functions that fill them in."""
-        structs = [self._struct(place) for place in _STRUCTS]
+        structs = [self._struct(place) for place in STRUCTS]
         return [*structs, *self._row_in_tile(), *self._near_cells()]
 
     def _row_in_tile(self) -> list[str]:
@@ -265,7 +204,7 @@ class _Writer:
         ]
 
     def _struct(self, place: Place) -> str:
-        name, variables = _STRUCTS[place], _VARIABLES[place]
+        name, variables = STRUCTS[place], _VARIABLES[place]
         fields = [f"int {', '.join(variables)};"]
         made = self._kept(place)
         fields += [f"{statement.type} {statement.name};" for statement in made]
