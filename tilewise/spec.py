@@ -64,6 +64,7 @@ class Attention:
     batch_invariant: bool = False
     rope: Rope | None = None  # q and k are turned by their positions first
     wide_out: bool = False  # out is in the type computed with: a part of a result, which is merged before it is rounded
+    keeps_remainder: bool = False  # a backward pass follows: what rounding takes from out is wanted as well
 
     def out_dtype(self, dtype: str) -> str:
         """What out is stored in, of operands of this type."""
@@ -161,10 +162,14 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """Attention over some keys: out (..., n, d_v), and lse (..., n), the natural log of the sum of exp(scores)."""
+    """Attention over some keys: out (..., n, d_v), and lse (..., n), the natural log of the sum of exp(scores).
+
+    remainder: what rounding took from out, in out's type, if the spec keeps it and the system can; else None.
+    """
 
     out: Any
     lse: Any
+    remainder: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         """out, lse = partial"""
