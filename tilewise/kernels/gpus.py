@@ -18,6 +18,7 @@ LEAST_ROOM = 48 << 10  # bytes of a block on any GPU
 AMD_ROOM = 64 << 10  # bytes of a block; a few of AMD's GPUs have more
 MOST_D = 256  # columns that registers of a warpgroup have room for
 MOST_ROWS = 2**30  # which kernels count in 32 bits, and add tiles and distances to
+MOST_IN_A_GRID = 65_535  # of its second and third number
 
 
 def none_here() -> str | None:
@@ -109,6 +110,15 @@ def too_long(shape: Shape) -> str | None:
     if rows <= MOST_ROWS:
         return None
     return f"it counts up to {MOST_ROWS} rows, and there are {rows}; kernel='cpu' takes them, in main memory"
+
+
+def too_many(shape: Shape, sequences: int = 0) -> str | None:
+    """Why a kernel that has heads and batch indices as its grid's second and third number cannot be launched."""
+    counts = {"heads": shape.heads, "batch indices": shape.batch, "packed sequences": sequences}
+    for what, count in counts.items():
+        if count > MOST_IN_A_GRID:
+            return f"a launch has room for {MOST_IN_A_GRID} {what}, and there are {count}; pass fewer in a call"
+    return None
 
 
 def rounds_out(spec: Attention, shape: Shape) -> str | None:

@@ -11,6 +11,7 @@ import numpy as np
 from tilewise.arrays import Array, is_torch
 from tilewise.derivative import score_slopes
 from tilewise.expr import COMPARISONS, INT, Expr, S, with_arrays
+from tilewise.kernels import gpus
 from tilewise.reference import values
 from tilewise.spec import Attention, Shape
 from tilewise.walking import nodes, variables
@@ -57,6 +58,12 @@ def unsupported(spec: Attention) -> str | None:
     except ValueError as reason:
         return str(reason)
     return None
+
+
+def too_many(spec: Attention, shape: Shape) -> str | None:
+    """Why a launch has no room for the heads, the batch, or the packed sequences whose distances are summed up."""
+    summed = 0 if spec.lengths is None or not (shape.backward and spec.wanted) else len(spec.lengths.q) - 1
+    return gpus.too_many(shape, summed)
 
 
 def _sharing(node: Expr, spec: Attention) -> Sharing:

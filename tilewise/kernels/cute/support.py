@@ -17,7 +17,7 @@ def unsupported(spec: Attention, shape: Shape, rung: Rung | None, capability: tu
     """Why not this call, by any kernel, or by that one."""
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
-    reason = gpus.too_long(shape) or gpus.rounds_out(spec, shape)
+    reason = gpus.too_long(shape) or gpus.too_many(shape) or gpus.rounds_out(spec, shape)
     if reason is not None:
         return reason
     if shape.backward:

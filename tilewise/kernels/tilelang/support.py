@@ -24,7 +24,13 @@ def unsupported(spec: Attention, shape: Shape, target: str) -> str | None:
     if spec.rope is not None:
         return "it has no rotary embedding; turn q and k first, with tw.apply_rope, or take kernel='triton'"
     unknown = reads.unsupported(spec) if shape.backward else gpus.rounds_out(spec, shape)
-    return gpus.too_long(shape) or unknown or _arrays(spec, on_gpu) or _room(spec, shape, target)
+    return (
+        gpus.too_long(shape)
+        or reads.too_many(spec, shape)
+        or unknown
+        or _arrays(spec, on_gpu)
+        or _room(spec, shape, target)
+    )
 
 
 def too_much(spec: Attention, shape: Shape) -> str | None:

@@ -111,7 +111,8 @@ def _unsupported(spec: Attention, shape: Shape) -> str | None:
         return f"it computes {', '.join(DTYPES)}, and the arrays are {shape.dtype}; kernel='cpu' takes them"
     if max(shape.d, shape.d_v) > MOST_D:
         return f"it takes head dimensions up to {MOST_D}, and they are {shape.d} and {shape.d_v}"
-    return gpus.too_long(shape) or without_room(spec, shape) or (reads.unsupported(spec) if shape.backward else None)
+    reason = gpus.too_long(shape) or reads.too_many(spec, shape)
+    return reason or without_room(spec, shape) or (reads.unsupported(spec) if shape.backward else None)
 
 
 @cache

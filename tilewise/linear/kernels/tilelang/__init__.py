@@ -87,7 +87,7 @@ def refused(shape: Shape) -> str | None:
             f"it keeps a state of d x d_v in registers, with room for {MOST_D} x {MOST_D}, and they are "
             f"{shape.d} and {shape.d_v}"
         )
-    return gpus.too_long(shape)
+    return gpus.too_long(shape) or gpus.too_many(shape)
 
 
 def _rows(x: Any) -> Any:

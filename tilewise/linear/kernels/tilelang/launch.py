@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tilewise import arrays
+from tilewise.dispatch import Unsupported
+from tilewise.kernels import gpus
 from tilewise.kernels.tilelang import library
 from tilewise.kernels.tilelang.call import lies_by_tokens, row_places, steps_of, suits_copy_engine
 from tilewise.kernels.tilelang.compiler import C
@@ -108,6 +110,9 @@ class LinearCall:
     """What the kernels of a call share."""
 
     def __init__(self, problem: Problem, chunk: int | None, target: str) -> None:
+        if problem.n_states > gpus.MOST_IN_A_GRID:
+            room = f"a launch has room for {gpus.MOST_IN_A_GRID}, and there are {problem.n_states}"
+            raise Unsupported(f"lengths: kernel 'tilelang' takes sequences side by side; {room}; pass fewer in a call")
         self.problem, self.target = problem, target
         self.chunk = CHUNK if target != C else chunk or default_chunk(target)
         self.segments = segments_of(problem, self.chunk, target)

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 
+from tilewise.dispatch import Unsupported
 from tilewise.expr import S
+from tilewise.kernels import gpus
 from tilewise.kernels.triton import modules
 from tilewise.kernels.triton.arguments import starts_early, steps_of
 from tilewise.kernels.triton.fitting import padded
@@ -111,6 +113,9 @@ class Call(NamedTuple):
 
     def _launch(self, kernel: Any, grid: tuple[int, int], chunk: int, *args: Any, **named: Any) -> None:
         shape = self.problem.shape
+        if grid[1] > gpus.MOST_IN_A_GRID:
+            room = f"a launch has room for {gpus.MOST_IN_A_GRID} of them, and there are {grid[1]}"
+            raise Unsupported(f"lengths: kernel 'triton' takes segments of sequences side by side; {room}; pass fewer")
         self.tape.launch(
             kernel, grid, *args, **named, TYPE=getattr(tl, shape.dtype), CHUNK=chunk, D=shape.d, D_V=shape.d_v,
             DEPTH=padded(shape.d, shape.dtype), COLUMNS=padded(shape.d_v, shape.dtype),
