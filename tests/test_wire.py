@@ -45,7 +45,7 @@ def test_the_scale_has_all_its_bits(scale: float) -> None:
 
 
 def test_nothing_is_forgotten() -> None:
-    """A field added to Attention must travel too."""
+    """A field added to Attention must travel too, but for keeps_remainder, which the operator says."""
     spec = Attention(
         0.5, K <= Q, S * 2.0, np.ones(2), Lengths(np.array([0, 3]), np.array([0, 4])), Positions(1, 2, 30, 40), True,
         tw.Rope(4, 500.0, True, np.arange(3), np.arange(4), np.ones((9, 2)), np.zeros((9, 2))), True,
@@ -55,7 +55,7 @@ def test_nothing_is_forgotten() -> None:
     assert again.batch_invariant
     assert again.wide_out
     names = "scale", "mask", "score", "sinks", "lengths", "positions", "batch_invariant", "rope", "wide_out"
-    assert set(vars(again)) == set(names)
+    assert set(vars(again)) == {*names, "keeps_remainder"}
     assert vars(again.rope) == vars(spec.rope)
 
 

@@ -160,7 +160,8 @@ def attention_vjp(
     packed = lengths_q is not None
     call = prepare_varlen(q, k, v, lengths_q, lengths_k, **options) if packed else prepare(q, k, v, **options)
     shape = lying(call.shape, q=call.q, k=call.k, v=call.v)
-    saved = dispatch.resolve(kernel, call.spec, shape).forward(call.spec, call.q, call.k, call.v)
+    spec = call.spec.before_backward(shape.dtype)
+    saved = dispatch.resolve(kernel, spec, shape).forward(spec, call.q, call.k, call.v)
     out, lse = call.restore(saved.out), call.restore(saved.lse)
 
     def pullback(d_out: Any, d_lse: Any = None) -> Grads:

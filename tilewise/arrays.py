@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 BFLOAT16 = np.dtype([("bfloat16", np.uint16)])
 FLOAT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+HALF_DTYPES = ("float16", "bfloat16")  # computed with in float32, and rounded where stored
 INT_DTYPES = ("int8", "int16", "int32", "int64", "uint8")
 
 Array = npt.NDArray[Any]

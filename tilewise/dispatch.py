@@ -24,7 +24,10 @@ class Unsupported(RuntimeError):  # noqa: N818 - it names a state, as Python's S
 
 
 class Kernel(Protocol):
-    """What a kernel system offers. Arrays are (batch, heads, n, d); packed sequences are a batch of one."""
+    """What a kernel system offers. Arrays are (batch, heads, n, d); packed sequences are a batch of one.
+
+    spec.keeps_remainder is a wish: forward may leave Partial.remainder None, and backward takes what any system saved.
+    """
 
     name: str
     summary: str
@@ -54,8 +57,11 @@ class Kernel(Protocol):
 
 
 class Launch(Protocol):
+    keeps_remainder: bool  # whether it stores what rounding takes from out; only if the spec asks for it
+
     def launch(self, addresses: Sequence[int]) -> None:
-        """Compute; the addresses of q, k, v, out, lse, the loaded arrays in their order, and of sinks, if any."""
+        """Compute; the addresses of q, k, v, out, lse, the loaded arrays in their order, of sinks, if any, and of the
+        remainder, if it keeps one."""
 
 
 @runtime_checkable

@@ -70,6 +70,11 @@ class Attention:
         """What out is stored in, of operands of this type."""
         return arrays.compute_dtype(dtype).name if self.wide_out else dtype
 
+    def before_backward(self, dtype: str) -> Attention:
+        """The same for operands of this type, where a backward pass may follow: a rounded out keeps its remainder."""
+        keeps = dtype in arrays.HALF_DTYPES and not self.wide_out
+        return self if keeps == self.keeps_remainder else replace(self, keeps_remainder=keeps)
+
     @property
     def raw_scores(self) -> bool:
         """Whether scores can stay products of q and k up to the exponent, which then has the scale in it."""

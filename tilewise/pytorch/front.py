@@ -40,7 +40,7 @@ def run(q: Any, k: Any, v: Any, lengths: tuple[Any, Any] | None, kernel: str, op
     if in_forward_mode():
         refuse_tangents(call.q, call.k, call.v, call.spec.sinks, *tensors)
     if torch._C._are_functorch_transforms_active():
-        out, lse = autograd.Transformed.apply(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
+        out, lse = autograd.transformed(line, call.q, call.k, call.v, call.spec.sinks, *tensors)
     else:
         out, lse = operator.attention(call.q, call.k, call.v, tensors, call.spec.sinks, line)
     return call.restore(out), call.restore(lse)

@@ -2,19 +2,23 @@
 
 `spec` is the line of text of wire.py and `arrays` are what it names; q, k, v are (batch, heads, n, d). An operator has
 numbers, shapes without numbers (for torch.compile), gradients, and a way to be called under vmap.
+
+tilewise::attention_with_remainder is what autograd calls in attention's place, in half precision: backward takes delta
+from out + remainder. It is an operator of its own, so that inference has two results, computes two and allocates two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import dispatch, validate, wire
-from tilewise.arrays import stored_as, strides_as
+from tilewise.arrays import dtype_name, stored_as, strides_as
 from tilewise.kernels.gpus import lying
 from tilewise.pytorch import autograd, ready, vmap
 from tilewise.pytorch.ready import Ready, ReadyBackward, are_aligned, layout
@@ -30,52 +34,70 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(f"attention({_OPERANDS}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 _library.define(
-    f"attention_backward({_OPERANDS}, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, int[] wanted)"
+    f"attention_backward({_OPERANDS}, Tensor out, Tensor lse, Tensor d_out, Tensor? d_lse, int[] wanted,"
+    " Tensor? remainder=None)"
     " -> (Tensor d_q, Tensor d_k, Tensor d_v, Tensor[] d_others)",
     tags=_TAGS,
 )
+_library.define(f"attention_with_remainder({_OPERANDS}) -> (Tensor out, Tensor lse, Tensor remainder)", tags=_TAGS)
 attention = torch.ops.tilewise.attention.default
+attention_with_remainder = torch.ops.tilewise.attention_with_remainder.default
 attention_backward = torch.ops.tilewise.attention_backward.default
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str, keeps: bool = False
+) -> tuple[Tensor, ...]:
+    """out and lse, and if it keeps it the remainder: what sort of results follows from the operator, never from the
+    kernel system, as compiled code relies on it."""
     q, k, v = map(_with_rows, (q, k, v))
-    repeated = _repeated(q, k, v, arrays, sinks, spec)
+    repeated = _repeated(q, k, v, arrays, sinks, spec, keeps)
     if repeated is not None:
         return repeated.run(q, k, v, sinks, arrays)
     template, shape = _recognise(q, k, v, arrays, sinks, spec)
     held = _settled(template, shape, arrays, sinks)
+    held = held.before_backward(shape.dtype) if keeps else held
     system = dispatch.resolve(template.kernel, held, lying(shape, q=q, k=k, v=v))
     done = system.forward(held, q, k, v)
-    return _stored(done.out, strides_as(q, v)), _contiguous(done.lse)
+    strides = strides_as(q, v)
+    out, lse = _stored(done.out, strides), _contiguous(done.lse)
+    if not keeps:
+        return out, lse
+    return out, lse, torch.zeros_like(out) if done.remainder is None else _stored(done.remainder, strides)
 
 
+_forward_with_remainder = partial(_forward, keeps=True)
 _ready: Kept[Ready | None] = Kept(_CACHE_SIZE)
 
 
-def _repeated(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> Ready | None:
+def _repeated(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str, keeps: bool
+) -> Ready | None:
     """The launch of a call like one before. Not of packed sequences, whose lengths would have to be looked at."""
     if q.device.type not in ready.DEVICES or wire.is_packed(spec):
         return None
     beside = arrays if sinks is None else [*arrays, sinks]
-    key = (spec, are_aligned(q, k, v), are_aligned(*arrays), *map(layout, (q, k, v, *beside)))
-    return _ready.found(key, lambda: make_ready(q, k, v, arrays, sinks, spec))
+    key = (spec, keeps, are_aligned(q, k, v), are_aligned(*arrays), *map(layout, (q, k, v, *beside)))
+    return _ready.found(key, lambda: make_ready(q, k, v, arrays, sinks, spec, keeps))
 
 
-def make_ready(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str) -> Ready | None:
+def make_ready(
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str, keeps: bool = False
+) -> Ready | None:
     """The launch of this call, once it is checked, for all tensors that lie as these; None if its kernel system has no
-    such thing, or there is nothing to compute."""
+    such thing, or there is nothing to compute. keeps: with the remainder of out."""
     system, held, arrays = _resolved(q, k, v, arrays, sinks, spec)
+    held = held.before_backward(dtype_name(q)) if keeps else held
     prepared = system.prepared(held, q, k, v) if isinstance(system, dispatch.Prepares) else None
     if prepared is None:
         return None
     batch, heads, n, _ = q.shape
     out = stored_as(q, v)
     lse = (batch, heads, n), (heads * n, n, 1)
-    return Ready(prepared, _places(held, arrays), out, lse, _out_dtype(q, spec), q.device)
+    return Ready(prepared, _places(held, arrays), out, lse, _out_dtype(q, spec), q.device, keeps)
 
 
 def _resolved(
@@ -107,16 +129,17 @@ def _places(held: Attention, arrays: Sequence[Tensor]) -> list[int]:
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str,
-    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, wanted: list[int],
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, wanted: list[int], remainder: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """d_others: the gradients of the wanted arrays, in that order, and then that of sinks, if there are any."""
     q, k, v, d_out = map(_with_rows, (q, k, v, d_out))
     d_lse = None if d_lse is None else d_lse.contiguous()
-    repeated = _repeated_backward(q, k, v, arrays, sinks, spec, out, lse, d_out, d_lse) if not wanted else None
+    saved = Partial(out, lse, remainder)
+    repeated = _repeated_backward(q, k, v, arrays, sinks, spec, saved, d_out, d_lse) if not wanted else None
     if repeated is not None:
-        return repeated.run(q, k, v, arrays, sinks, Partial(out, lse), d_out, d_lse)
+        return repeated.run(q, k, v, arrays, sinks, saved, d_out, d_lse)
     system, held, arrays = _resolved(q, k, v, arrays, sinks, spec, wanted, backward=True)
-    grads = system.backward(held, q, k, v, Partial(out, lse), d_out, d_lse)
+    grads = system.backward(held, q, k, v, saved, d_out, d_lse)
     by_array = {id(slot.array): grad for slot, grad in zip(held.wanted, grads.arrays, strict=True)}
     others = [by_array[id(arrays[i])] for i in wanted] + ([] if sinks is None else [grads.sinks])
     return _contiguous(grads.q), _contiguous(grads.k), _contiguous(grads.v), [_contiguous(x) for x in others]
@@ -127,15 +150,16 @@ _ready_backward: Kept[ReadyBackward | None] = Kept(_CACHE_SIZE)
 
 def _repeated_backward(
     q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str,
-    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None,
+    saved: Partial, d_out: Tensor, d_lse: Tensor | None,
 ) -> ReadyBackward | None:  # fmt: skip
     """The same for gradients, if none of an array is wanted."""
     if q.device.type not in ready.DEVICES or wire.is_packed(spec):
         return None
-    operands = [q, k, v, out, d_out]
-    beside = [x for x in (lse, d_lse, sinks) if x is not None]
+    operands = [q, k, v, saved.out, d_out, *([] if saved.remainder is None else [saved.remainder])]
+    beside = [x for x in (saved.lse, d_lse, sinks) if x is not None]
     key = (
-        spec, d_lse is None, *map(are_aligned, operands), are_aligned(*arrays),  # each by itself: some may be copied
+        spec, d_lse is None, saved.remainder is None,
+        *map(are_aligned, operands), are_aligned(*arrays),  # each by itself: some may be copied
         *map(layout, (*operands, *beside, *arrays)),
     )  # fmt: skip
 
@@ -143,7 +167,7 @@ def _repeated_backward(
         system, held, own = _resolved(q, k, v, arrays, sinks, spec, backward=True)
         if not isinstance(system, dispatch.PreparesBackward):
             return None
-        prepared = system.prepared_backward(held, q, k, v, Partial(out, lse), d_out, d_lse)
+        prepared = system.prepared_backward(held, q, k, v, saved, d_out, d_lse)
         return ReadyBackward(prepared, _places(held, own))
 
     return _ready_backward.found(key, make)
@@ -201,25 +225,28 @@ def _settled(
 
 
 def _fake_forward(
-    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str, keeps: bool = False
+) -> tuple[Tensor, ...]:
     if all(type(n) is int for x in (q, k, v, *arrays) for n in x.shape):  # if sizes are known, mistakes show now
         _recognise(q, k, v, arrays, sinks, spec)
     out = q.new_empty_strided(*stored_as(q, v), dtype=_out_dtype(q, spec))
-    return out, q.new_empty(q.shape[:3], dtype=_computed_with(q))
+    lse = q.new_empty(q.shape[:3], dtype=_computed_with(q))
+    return (out, lse, torch.empty_like(out)) if keeps else (out, lse)
 
 
 def _fake_backward(
     q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str,
-    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, wanted: list[int],
+    out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None, wanted: list[int], remainder: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     others = [arrays[i] for i in wanted] + ([] if sinks is None else [sinks])
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), [x.new_empty(x.shape) for x in others]
 
 
 _library.impl("attention", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_with_remainder", _forward_with_remainder, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 torch.library.register_fake("tilewise::attention", _fake_forward, lib=_library)
+torch.library.register_fake("tilewise::attention_with_remainder", partial(_fake_forward, keeps=True), lib=_library)
 torch.library.register_fake("tilewise::attention_backward", _fake_backward, lib=_library)
 autograd.register(_library)
-vmap.register(_library, attention, attention_backward)
+vmap.register(_library, attention, attention_with_remainder, attention_backward)

@@ -17,22 +17,32 @@ _ALIGNMENT = 16  # kernels differ by whether arrays begin at multiples of it
 class Ready:
     """A launch, and how its results are stored: sizes and steps of out and lse, and the type of out.
 
-    places: where the arrays that it reads are among those of a call.
+    places: where the arrays that it reads are among those of a call. keeps: there is a third result, the remainder of
+    out, which is 0 if the launch stores none.
     """
 
-    def __init__(self, prepared: Any, places: Sequence[int], out: Any, lse: Any, dtype: Any, device: Any) -> None:
-        self.prepared, self.places = prepared, places
+    def __init__(
+        self, prepared: Any, places: Sequence[int], out: Any, lse: Any, dtype: Any, device: Any, keeps: bool = False
+    ) -> None:
+        self.prepared, self.places, self.keeps = prepared, places, keeps
         self.out, self.lse, self.dtype, self.device = out, lse, dtype, device
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, ...]:
         out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
         lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
         addresses = [x.data_ptr() for x in (q, k, v, out, lse)]
         addresses += [arrays[i].data_ptr() for i in self.places]
         if sinks is not None:
             addresses.append(sinks.data_ptr())
+        if not self.keeps:
+            self.prepared.launch(addresses)
+            return out, lse
+        make = torch.empty_like if self.prepared.keeps_remainder else torch.zeros_like
+        remainder = make(out)
+        if self.prepared.keeps_remainder:
+            addresses.append(remainder.data_ptr())
         self.prepared.launch(addresses)
-        return out, lse
+        return out, lse, remainder
 
 
 class ReadyBackward:

@@ -1,7 +1,8 @@
 """Calls on GPU tensors like ones before: checked, encoded and prepared once, then only launched.
 
-What a call depends on is its key: options, sizes, strides, types and devices, the contents of lengths, and whether
-arrays begin at multiples of 16 bytes. Addresses are not part of it, nor what tensors hold.
+What a call depends on is its key: options, sizes, strides, types and devices, the contents of lengths, whether
+arrays begin at multiples of 16 bytes, and whether a backward pass may follow. Addresses are not part of it, nor what
+tensors hold.
 """
 
 from __future__ import annotations
@@ -36,29 +37,31 @@ class Known:
     line: str
     rank: int  # of the caller's tensors
     operands: Sequence[Tensor | int]  # a tensor of its own, or the place of one among those given
-    inner: Ready  # (batch, heads, n, d) results
-    outer: Ready  # results in the caller's layout
+    learns: bool  # whether gradients are wanted
+    ready: Ready  # if so, (batch, heads, n, d) results and what backward needs; else results in the caller's layout
     held: Any  # what keys name by id: nothing else may get these ids
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, given: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         operands = [given[x] if isinstance(x, int) else x for x in self.operands]
         if len(given) < len(operands):  # some are its own: a graph that is captured now may read them at any time
-            self.inner.prepared.hold_in_graphs(self)
-        if not torch.is_grad_enabled() or not _want_gradients(q, k, v, sinks, *given):
-            return self.outer.run(q, k, v, sinks, operands)
+            self.ready.prepared.hold_in_graphs(self)
+        if not self.learns:
+            out, lse = self.ready.run(q, k, v, sinks, operands)
+            return out, lse
         q, k, v = (validate.expand(x, self.rank) for x in (q, k, v))
         out, lse = autograd.recorded(self._compute, self.line, q, k, v, sinks, *operands)
         return validate.restore(out, self.rank), validate.restore(lse, self.rank)
 
     def _compute(self, line: str, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *operands: Tensor) -> Any:
-        return self.inner.run(q, k, v, sinks, operands)
+        return self.ready.run(q, k, v, sinks, operands)
 
 
 known: Kept[Known | None] = Kept(_CACHE_SIZE)
 
 
-def _want_gradients(*tensors: Any) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
+def _learns(*tensors: Any) -> bool:
+    """Whether a backward pass may follow."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -89,7 +92,7 @@ def key(
         if not are_plain(x):
             return None
         made += x.shape, x.stride(), x.dtype, x.device
-    made += are_aligned(q, k, v), not given or are_aligned(*given)
+    made += are_aligned(q, k, v), not given or are_aligned(*given), _learns(q, k, v, sinks, *given)
     return tuple(made)
 
 
@@ -157,13 +160,15 @@ def make_known(encoded: Encoded, given: Sequence[Tensor], variant: Sequence[Any]
             operands.append(tensor.detach().cpu().clone())  # the caller's may change
         else:
             return None
-    inner = operator.make_ready(call.q, call.k, call.v, tensors, call.spec.sinks, line)
+    learns = _learns(call.q, call.k, call.v, call.spec.sinks, *given)
+    keeps = learns and autograd.keeps_remainder(line, call.q)
+    inner = operator.make_ready(call.q, call.k, call.v, tensors, call.spec.sinks, line, keeps)
     if inner is None:
         return None
     out, lse = (_restored(sizes, steps, call.rank) for sizes, steps in (inner.out, inner.lse))
     outer = Ready(inner.prepared, inner.places, out, lse, inner.dtype, inner.device)
     held = [x for x in variant if isinstance(x, Expr) and all(slot.constant for slot in loads(x))]
-    return Known(line, call.rank, operands, inner, outer, (constants, held))
+    return Known(line, call.rank, operands, learns, inner if learns else outer, (constants, held))
 
 
 def _restored(sizes: Any, steps: Any, rank: int) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import torch
 
 from tilewise import wire
 
-_ARRAYS, _SINKS, _SPEC = 3, 4, 5  # the places of what is no (batch, heads, n, ...) tensor
+_ARRAYS, _SINKS, _SPEC, _WANTED = 3, 4, 5, 10  # the places of what is no (batch, heads, n, ...) tensor
 
 
 def register(library: Any, *operators: Any) -> None:
@@ -28,7 +28,7 @@ def _can_join(in_dims: tuple[Any, ...], args: tuple[Any, ...]) -> bool:
     shared = [*in_dims[_ARRAYS], in_dims[_SINKS]]
     batched = [dim for i, dim in _batched(in_dims, args)]
     # The gradients of shared arrays are each example's own, and a joined call would add them up.
-    sums = len(args) > _SPEC + 1 and (args[_SINKS] is not None or bool(args[-1]))
+    sums = len(args) > _WANTED and (args[_SINKS] is not None or bool(args[_WANTED]))
     return all(dim is None for dim in shared) and None not in batched and not sums and wire.ignores_batch(args[_SPEC])
 
 

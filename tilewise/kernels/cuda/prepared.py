@@ -31,6 +31,8 @@ class Prepared:
     Threads may share one: a launch fills in a room of its own.
     """
 
+    keeps_remainder = False
+
     def __init__(
         self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Sequence[Any],
         refining: Refining | None = None, mapped: Sequence[int] = (),
