@@ -21,7 +21,7 @@ from tilewise.expr import H, K, Q, load, maximum, minimum, where
 from tilewise.kernels.cpu import library, structs
 from tilewise.kernels.cpu.marshal import Marshal
 from tilewise.kernels.numpy.ops import numpy_ops
-from tilewise.spec import Attention, Grads, Shape, Tile
+from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 from tilewise.walking import evaluate
 
 ROOT = Path(__file__).parent.parent
@@ -144,7 +144,7 @@ def test_the_engine_takes_no_callers_word_for_rows(name: str, rows: tuple[int, i
     spec = Attention(1.0)
     out, lse = np.zeros_like(q), np.zeros(q.shape[:3], np.float32)
     marshal = Marshal(spec, Shape.of(spec, q, q, q), Tile(4, 4))
-    call = marshal.forward(q, q, q, out, lse)
+    call = marshal.forward(q, q, q, Partial(out, lse))
     sequence = structs.Sequence.from_address(call.sequences)
     setattr(sequence, f"{name}_begin", rows[0])
     setattr(sequence, f"n_{name}", rows[1])
@@ -289,7 +289,7 @@ def test_what_is_read_may_be_copied_but_what_is_written_never(strange: str) -> N
     with pytest.raises(ValueError, match="cannot write to strides"):
         marshal.output(array)
     with pytest.raises(ValueError, match="cannot write to strides"):
-        marshal.forward(q, q, q, array, q[..., 0].copy())
+        marshal.forward(q, q, q, Partial(array, q[..., 0].copy()))
     assert marshal.output(q[:, ::-1]).data == q[:, ::-1].ctypes.data  # rows in any order are as good
 
 

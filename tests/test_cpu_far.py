@@ -14,7 +14,7 @@ from tests.far import far, needs_addresses, room
 from tilewise import dispatch
 from tilewise.kernels.cpu import library, structs
 from tilewise.kernels.cpu.marshal import Marshal
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Partial, Shape, Tile
 
 pytestmark = needs_addresses
 BATCH, HEADS, N, D = 2, 2, 9, 4
@@ -155,11 +155,11 @@ def test_the_engine_writes_far(axis: str) -> None:
     marshal = Marshal(spec, shape, Tile())
     out, *gradients = (room(q.shape, q.dtype, AXES[axis]) for _ in range(4))
     lse = np.empty(q.shape[:3], np.float32) if axis == "rows" else room(q.shape[:3], np.float32, AXES[axis])
-    library.call("tilewise_forward", ctypes.byref(marshal.forward(q, k, v, out, lse)))
+    library.call("tilewise_forward", ctypes.byref(marshal.forward(q, k, v, Partial(out, lse))))
     assert_same([out, lse], expected)
     delta = np.zeros(lse.shape, np.float32)
     call = structs.BackwardCall(
-        marshal.forward(q, k, v, out, lse, backward=True), marshal.array(d_out),
+        marshal.forward(q, k, v, Partial(out, lse), backward=True), marshal.array(d_out),
         *(marshal.output(x) for x in (delta, *gradients)), slope_at=-1,
     )  # fmt: skip
     library.call("tilewise_backward", ctypes.byref(call))

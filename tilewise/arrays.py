@@ -170,6 +170,13 @@ def narrow(x: Array, name: str) -> Array:
     return np.where(np.isnan(x), np.uint16(0x7FC0), rounded).view(BFLOAT16)
 
 
+def remainder(x: Array, stored: Array) -> Array:
+    """What narrowing took from computed values, in the type of what is stored; 0 where that is not finite."""
+    with np.errstate(invalid="ignore"):
+        lost = x - widen(stored, x.dtype)
+    return narrow(np.where(np.isfinite(lost), lost, 0), dtype_name(stored))
+
+
 def compute_dtype(name: str) -> np.dtype[Any]:
     """What scores and sums are kept in: at least float32."""
     return np.dtype(np.float64 if name == "float64" else np.float32)

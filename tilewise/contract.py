@@ -79,7 +79,10 @@ def expected_forward(call: Call) -> list[Expected]:
 
 
 def expected_backward(call: Call, d_out: Any, d_lse: Any) -> list[Expected]:
-    """Every gradient of a call: of q, k, v, of sinks if there are any, and of each array that wants one."""
+    """Every gradient of a call: of q, k, v, of sinks if there are any, and of each array that wants one.
+
+    If the spec keeps the remainder of out, the limit is that of a backward pass which has it.
+    """
     inputs = call.spec, call.q, call.k, call.v, d_out, d_lse
     want = backward_results(reference.backward(*inputs, dtype=exact(call.shape.dtype)))
     dense = backward_results(reference.backward(*inputs, **same_precision(call.shape.dtype)))
@@ -163,14 +166,21 @@ def check_forward(kernel: Kernel, case: Case, tile: Tile | None = None, device: 
     return _check_case(case, _forward_of(case), {what: on_host(x) for what, x in got.items()})["out"]
 
 
-def check_backward(kernel: Kernel, case: Case, tile: Tile | None = None, device: str = "cpu") -> float:
-    """Every gradient of one case is within the contract, for a gradient of lse as well as of out."""
+def check_backward(
+    kernel: Kernel, case: Case, tile: Tile | None = None, device: str = "cpu", keeps_remainder: bool = True
+) -> float:
+    """Every gradient of one case is within the contract, for a gradient of lse as well as of out.
+
+    keeps_remainder: forward is asked for it, as before any backward pass, and a system that keeps it is held to it.
+    """
     host = case.inputs().call()
-    call = on_device(host, device)
+    spec = host.spec.before_backward(host.shape.dtype) if keeps_remainder else host.spec
+    call = on_device(replace(host, spec=spec), device)
     d_out, d_lse = (x if device == "cpu" else _copied(x, device) for x in gradients_to_pull(host))
     saved = kernel.forward(call.spec, call.q, call.k, call.v, tile)
     got = backward_results(kernel.backward(call.spec, call.q, call.k, call.v, saved, d_out, d_lse, tile))
-    return max(_check_case(case, _backward_of(case), {what: on_host(x) for what, x in got.items()}).values())
+    expected = _backward_of(case, saved.remainder is not None)
+    return max(_check_case(case, expected, {what: on_host(x) for what, x in got.items()}).values())
 
 
 def _copied(x: Array, device: str) -> Any:
@@ -222,6 +232,7 @@ def _forward_of(case: Case) -> list[Expected]:
 
 
 @lru_cache(maxsize=8)
-def _backward_of(case: Case) -> list[Expected]:
+def _backward_of(case: Case, keeps_remainder: bool) -> list[Expected]:
     call = case.inputs().call()
-    return expected_backward(call, *gradients_to_pull(call))
+    spec = replace(call.spec, keeps_remainder=keeps_remainder)
+    return expected_backward(replace(call, spec=spec), *gradients_to_pull(call))

@@ -49,7 +49,8 @@ def backward(
     dtype: npt.DTypeLike = np.float64,
     store: Store = lambda x: x,
 ) -> Grads:
-    """Gradients of sum(out * d_out) + sum(lse * d_lse)."""
+    """Gradients of sum(out * d_out) + sum(lse * d_lse). delta is made from out as it is stored, and from what storing
+    it took, if the spec keeps that."""
     q, k, v, d_out = (arrays.widen(arrays.as_numpy(x), dtype) for x in (q, k, v, d_out))
     d_lse = np.zeros(q.shape[:3], dtype) if d_lse is None else arrays.widen(arrays.as_numpy(d_lse), dtype)
     shape = Shape.of(spec, q, k, v)
@@ -69,7 +70,9 @@ def backward(
         if np.dtype(dtype).itemsize < 8:
             # Only out and lse cross from forward to backward: in a narrower type weights come from a rounded lse.
             p = np.exp(score - np.where(lse == -np.inf, 0, lse)[..., None]).astype(dtype)
-        delta = np.sum(g * store(store(p) @ v_), axis=-1) - d_lse[:, :, rows]
+        out = store(p) @ v_
+        kept = store(out) + store(out - store(out)) if spec.keeps_remainder else store(out)
+        delta = np.sum(g * kept, axis=-1) - d_lse[:, :, rows]
         d_score = p * (g @ v_.swapaxes(-1, -2) - delta[..., None])
         d_v[:, :, cols] += _per_key_head(store(p).swapaxes(-1, -2) @ g, part)
         d_s = store(d_score * _slope(spec.score, S, values, dtype))

@@ -46,7 +46,7 @@ def backward(
         delta -= arrays.widen(d_lse, dtype)
     marshal = Marshal(spec, shape, tile)
     call = structs.BackwardCall(
-        marshal.forward(q, k, v, saved.out, saved.lse, backward=True),
+        marshal.forward(q, k, v, saved, backward=True),
         marshal.array(d_out), *(marshal.output(x) for x in (delta, d_q, d_k, d_v)),
         slope_at=-1,
     )  # fmt: skip
@@ -66,6 +66,8 @@ def _widened(
     stored = arrays.dtype_name(q)
     dtype = arrays.compute_dtype(stored)
     q, k, v, out, d_out = (arrays.widen(x, dtype) for x in (q, k, v, saved.out, d_out))
+    if saved.remainder is not None:
+        out = out + arrays.widen(saved.remainder, dtype)
     grads = backward(spec, q, k, v, Partial(out, saved.lse), d_out, d_lse, tile)
     d_q, d_k, d_v = (arrays.narrow(x, stored) for x in (grads.q, grads.k, grads.v))
     return replace(grads, q=d_q, k=d_k, v=d_v)

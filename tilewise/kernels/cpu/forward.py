@@ -24,10 +24,11 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile) -> Partia
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], arrays.compute_dtype(shape.dtype))
+    done = Partial(out, lse, np.empty_like(out) if spec.keeps_remainder else None)
     marshal = Marshal(spec, shape, tile)
-    call = marshal.forward(q, k, v, out, lse)
+    call = marshal.forward(q, k, v, done)
     if spec.score is not None:
         code = bytecode(spec.score, marshal.is_wide(spec.score))
         call.score, call.score_at = marshal.program(code), code.at
     library.call("tilewise_forward", ctypes.byref(call))
-    return Partial(out, lse)
+    return done

@@ -15,7 +15,7 @@ from tilewise.kernels.cpu import structs
 from tilewise.kernels.cpu.ops import Bytecode, bytecode
 from tilewise.schedule import Runs as PlanRuns
 from tilewise.schedule import beyond_32_bits, plan
-from tilewise.spec import Attention, Shape, Tile
+from tilewise.spec import Attention, Partial, Shape, Tile
 from tilewise.walking import loads
 
 _SPLIT_KEYS, _MOST_SPLITS = 512, 8
@@ -43,15 +43,17 @@ class Marshal:
         self.spec, self.shape, self.tile = spec, shape, tile
         self._kept: list[Any] = []
 
-    def forward(self, q: Array, k: Array, v: Array, out: Array, lse: Array, backward: bool = False) -> structs.Call:
-        spec, shape = self.spec, self.shape
+    def forward(self, q: Array, k: Array, v: Array, results: Partial, backward: bool = False) -> structs.Call:
+        spec, shape, lse = self.spec, self.shape, results.lse
         result = self.array if backward else self.output  # backward reads what forward has written
         call = structs.Call(
             type=structs.TYPES.index(shape.dtype), batch=shape.batch, heads=shape.heads, heads_k=shape.heads_k,
             d=shape.d, d_v=shape.d_v, rows_q=q.shape[2], rows_k=k.shape[2], tile_q=min(self.tile.q, max(shape.n_q, 1)),
             tile_k=min(self.tile.k, max(shape.n_k, 1)), scale=spec.scale,
-            q=self.array(q), k=self.array(k), v=self.array(v), out=result(out), lse=result(lse),
+            q=self.array(q), k=self.array(k), v=self.array(v), out=result(results.out), lse=result(lse),
         )  # fmt: skip
+        if results.remainder is not None:
+            call.remainder = result(results.remainder)
         sequences = [self._sequence(*part, backward) for part in shape.sequences(spec.lengths)]
         call.n_sequences = len(sequences)
         call.sequences = self.table(structs.Sequence, sequences)

@@ -62,7 +62,7 @@ class Call(Structure):
             "batch", "heads", "heads_k", "d", "d_v", "rows_q", "rows_k", "tile_q", "tile_k",
         )),
         ("scale", c_double),
-        *((name, Array) for name in ("q", "k", "v", "out", "lse")),
+        *((name, Array) for name in ("q", "k", "v", "out", "lse", "remainder")),
         ("sequences", c_void_p),
         ("mask", Program),
         ("score", Program),

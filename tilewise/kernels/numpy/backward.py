@@ -49,10 +49,13 @@ def backward(
     """Gradients of sum(out * d_out) + sum(lse * d_lse); extra memory is O(N)."""
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
-    # 0 delta = sum(d_out * out) - d_lse
+    # 0 delta = sum(d_out * out) - d_lse, of out before it was rounded
     delta = np.empty(saved.lse.shape, dtype)
     for b, h in np.ndindex(shape.batch, shape.heads):
-        delta[b, h] = np.sum(arrays.widen(d_out[b, h], dtype) * arrays.widen(saved.out[b, h], dtype), axis=-1)
+        out = arrays.widen(saved.out[b, h], dtype)
+        if saved.remainder is not None:
+            out = out + arrays.widen(saved.remainder[b, h], dtype)
+        delta[b, h] = np.sum(arrays.widen(d_out[b, h], dtype) * out, axis=-1)
     if d_lse is not None:
         delta -= arrays.widen(d_lse, dtype)
     d_q, d_k, d_v = (np.zeros(x.shape, dtype) for x in (q, k, v))

@@ -41,6 +41,7 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile, watch: Wa
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
     out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), dtype=dtype if spec.wide_out else q.dtype)
+    remainder = np.empty_like(out) if spec.keeps_remainder else None
     lse = np.empty(q.shape[:3], dtype)
     turns = Turns.made(spec, shape, dtype)
     for part, rows, cols in shape.sequences(spec.lengths):
@@ -49,15 +50,16 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile, watch: Wa
             hk = h // part.group
             head = _Head(
                 b, h, q[b, h, rows], k[b, hk, cols], v[b, hk, cols], out[b, h, rows], lse[b, h, rows],
-                *turns.of(b, rows, cols),
+                None if remainder is None else remainder[b, h, rows], *turns.of(b, rows, cols),
             )  # fmt: skip
             _one_head(spec, part, schedule, head, watch)
-    return Partial(out, lse)
+    return Partial(out, lse, remainder)
 
 
 @dataclass(frozen=True, eq=False)
 class _Head:
-    """One head of one sequence: q (n_q, d), k (n_k, d), v (n_k, d_v), out (n_q, d_v), lse (n_q,); what turns q, k."""
+    """One head of one sequence: q (n_q, d), k (n_k, d), v (n_k, d_v), out (n_q, d_v), lse (n_q,), the remainder of out
+    if it is kept; what turns q, k."""
 
     b: int
     h: int
@@ -66,6 +68,7 @@ class _Head:
     v: Array
     out: Array
     lse: Array
+    remainder: Array | None
     turn_q: Rotation | None
     turn_k: Rotation | None
 
@@ -101,6 +104,8 @@ def _one_head(spec: Attention, shape: Shape, schedule: Plan, head: _Head, watch:
         # 7 finish: acc / row_sum, lse
         done = state.finish(sink)
         head.out[rows], head.lse[rows] = arrays.narrow(done.out, stored), done.lse
+        if head.remainder is not None:
+            head.remainder[rows] = arrays.remainder(done.out, head.out[rows])
 
 
 class Turns(NamedTuple):

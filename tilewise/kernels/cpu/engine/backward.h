@@ -84,32 +84,49 @@ constexpr bool FUSES = false;
 INLINE float fused(float a, float b, float c) { return FUSES ? __builtin_fmaf(a, b, c) : a * b + c; }
 INLINE double fused(double a, double b, double c) { return FUSES ? __builtin_fma(a, b, c) : a * b + c; }
 
+// Rows as they were stored, widened.
+template <class Stored> struct Rows {
+    const Stored* first;
+    int64_t ld;
+    INLINE auto at(int r, int c) const { return widened(first[r * ld + c]); }
+};
+
+// Rows that were stored in two halves.
+template <class Stored> struct Halves {
+    Rows<Stored> rounded, remainder;
+    INLINE auto at(int r, int c) const { return rounded.at(r, c) + remainder.at(r, c); }
+};
+
 // to[r] += a[r] . b[r], each in the order of d_out @ v.T, so that the two round alike: they are subtracted. Some rows at
 // a time, as one sum alone would wait for itself.
-template <class T, class Stored>
-void add_products(const Stored* a, int64_t ld_a, const Stored* b, int64_t ld_b, int rows, int d, T* to) {
+template <class T, class A, class B> void add_products(A a, B b, int rows, int d, T* to) {
     T sums[DELTA_ROWS] = {};
     if (rows == DELTA_ROWS)
         for (int c = 0; c < d; c++)
 #pragma GCC unroll 8
-            for (int r = 0; r < DELTA_ROWS; r++) sums[r] = fused(T(widened(b[r * ld_b + c])), T(widened(a[r * ld_a + c])), sums[r]);
+            for (int r = 0; r < DELTA_ROWS; r++) sums[r] = fused(T(b.at(r, c)), T(a.at(r, c)), sums[r]);
     else
         for (int r = 0; r < rows; r++)
-            for (int c = 0; c < d; c++) sums[r] = fused(T(widened(b[r * ld_b + c])), T(widened(a[r * ld_a + c])), sums[r]);
+            for (int c = 0; c < d; c++) sums[r] = fused(T(b.at(r, c)), T(a.at(r, c)), sums[r]);
     for (int r = 0; r < rows; r++) to[r] += sums[r];
 }
 
-// 0 delta = sum(d_out * out) - d_lse of each row; the caller has put -d_lse there.
+// 0 delta = sum(d_out * out) - d_lse of each row, of out before it was rounded; the caller has put -d_lse there.
 template <class T, class Stored>
 void add_delta(const BackwardCall& call, const PackedBackward& packed, int64_t g, int64_t begin, int64_t end) {
     const Call& f = call.forward;
     int64_t h = packed.hk * group_of(f) + g, first = packed.sequence->q_begin;
     T* delta = mutable_row_of<T>(call.delta, packed.b, h, first);
     for (int64_t r = begin; r < end; r += DELTA_ROWS) {
-        const Stored* out = row_of<Stored>(f.out, packed.b, h, first + r);
-        const Stored* d_out = row_of<Stored>(call.d_out, packed.b, h, first + r);
+        Rows<Stored> out = {row_of<Stored>(f.out, packed.b, h, first + r), f.out.row};
+        Rows<Stored> d_out = {row_of<Stored>(call.d_out, packed.b, h, first + r), call.d_out.row};
         int rows = int(smaller<int64_t>(DELTA_ROWS, end - r));
-        add_products(out, f.out.row, d_out, call.d_out.row, rows, int(f.d_v), delta + r);
+        if (f.remainder.data == nullptr) {
+            add_products(out, d_out, rows, int(f.d_v), delta + r);
+        } else {
+            Rows<Stored> remainder = {row_of<Stored>(f.remainder, packed.b, h, first + r), f.remainder.row};
+            add_products(Halves<Stored>{out, remainder}, d_out, rows, int(f.d_v), delta + r);
+        }
     }
 }
 

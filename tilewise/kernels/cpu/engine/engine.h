@@ -92,6 +92,7 @@ struct Call {
     int64_t tile_q, tile_k;
     double scale;
     Array q, k, v, out, lse;  // lse's rows are contiguous numbers of the type computed with
+    Array remainder;          // what rounding takes from out, of the type of q; no data: it is not kept
     const Sequence* sequences;
     Program mask, score;  // no code: none
     int32_t mask_at, score_at;  // the registers that hold the results

@@ -70,6 +70,12 @@ void finish_row(const Call& call, int64_t b, int64_t h, int64_t row, T row_max, 
     if (sinks != nullptr) factor *= add_sink(*lse, sinks[h]);
     Stored* out = mutable_row_of<Stored>(call.out, b, h, row);
     for (int64_t c = 0; c < call.d_v; c++) narrow(acc[c] * factor, out + c);
+    if (call.remainder.data == nullptr) return;
+    Stored* remainder = mutable_row_of<Stored>(call.remainder, b, h, row);
+    for (int64_t c = 0; c < call.d_v; c++) {
+        T lost = acc[c] * factor - widened(out[c]);
+        narrow(lost - lost == 0 ? lost : T(0), remainder + c);  // what is not finite has none
+    }
 }
 
 // -- one tile of queries ----------------------------------------------------------------------------------------------
