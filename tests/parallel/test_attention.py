@@ -96,6 +96,28 @@ def test_kernels_for_gpus(pool: Pool, rung: str) -> None:
     pool.run(check, Case("all at once", "ragged", "bfloat16"), ways, "cpu", f"cuda-sim/{rung}")
 
 
+def _error_of_d_q(method: str) -> float:
+    """Of rows that the largest weight saturates, relative to float64's gradient, over two ranks in bfloat16."""
+    if mesh("2").get_coordinate() is None:
+        return 0.0
+    torch.manual_seed(0)
+    q, k, v, d_out = (torch.randn(1, 2, 256, 32).mul(scale).bfloat16() for scale in (12, 1, 1, 1))
+    own = [parallel.shard(x, mesh("2"), dim=2) for x in (q, k, v, d_out)]
+    own[0].requires_grad_()
+    parallel.attention(*own[:3], mesh=mesh("2"), causal=True, method=method).backward(own[3])
+    assert own[0].grad is not None
+    found = parallel.unshard(own[0].grad, mesh("2"), dim=2).double()
+    exact = q.double().requires_grad_()
+    tw.attention(exact, k.double(), v.double(), causal=True).backward(d_out.double())
+    assert exact.grad is not None
+    return float((found - exact.grad).norm() / exact.grad.norm())
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "heads"])
+def test_gradients_are_made_from_an_unrounded_out(pool: Pool, method: str) -> None:
+    assert max(pool.run(_error_of_d_q, method)) < 3e-3
+
+
 def test_a_rank_that_sees_nothing_has_gradients(pool: Pool) -> None:
     """Of more queries than keys the first see none, under a causal mask: gradients of learned arrays are 0 there."""
     pool.run(check, Case("all at once", "more queries than keys", "float64"), [("3", "contiguous", "ring")])

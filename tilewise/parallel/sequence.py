@@ -1,7 +1,7 @@
 """Attention of queries that stay to keys that come from other ranks.
 
-Partial results over blocks of keys are merged in float32. Gradients of a block's keys go straight back to the rank that
-has them, which adds them in order.
+Partial results over blocks of keys are merged in float32; what rounding takes from the merged out is kept for the
+backward pass. Gradients of a block's keys go straight back to the rank that has them, which adds them in order.
 """
 
 from __future__ import annotations
@@ -37,32 +37,35 @@ def attention(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arrays: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """out and lse of this rank's queries over all keys; differentiable in everything that it is given."""
-    out, lse = _Attention.apply(problem, q, k, v, sinks, *arrays)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks, *arrays))
+    out, lse = _Attention.apply(problem, learns and q.dtype != wide(q), q, k, v, sinks, *arrays)
     return out, lse
 
 
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *arrays: Tensor
+        ctx: Any, problem: Problem, keeps: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *arrays: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(problem, q, k, v, sinks, arrays)
+        exact, lse = _forward(problem, q, k, v, sinks, arrays)
+        out = exact.to(q.dtype)
         ctx.problem = problem
-        ctx.save_for_backward(q, k, v, sinks, out, lse, *arrays)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, _remainder(exact, out) if keeps else None, *arrays)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, sinks, out, lse, *arrays = ctx.saved_tensors
+        q, k, v, sinks, out, lse, remainder, *arrays = ctx.saved_tensors
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        given = Given(q, k, v, arrays, ctx.needs_input_grad[5:])
-        d_q, d_k, d_v, *d_arrays = _backward(ctx.problem, given, Partial(out, lse), d_out, d_lse)
-        return None, d_q, d_k, d_v, _of_sinks(sinks, out, lse, d_out, d_lse), *d_arrays
+        given, saved = Given(q, k, v, arrays, ctx.needs_input_grad[6:]), Partial(out, lse, remainder)
+        d_q, d_k, d_v, *d_arrays = _backward(ctx.problem, given, saved, d_out, d_lse)
+        return None, None, d_q, d_k, d_v, _of_sinks(sinks, saved, d_out, d_lse), *d_arrays
 
 
 def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, arrays: Sequence[Tensor]) -> Partial:
+    """In the type computed with."""
     parts = p.parts()
     merged: list[Partial | None] = [None] * len(parts)
     computed_q = p.computed(q)
@@ -78,18 +81,28 @@ def _forward(p: Problem, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, 
         if part is not None:
             out[:, :, place], lse[:, :, place] = part
     out, lse = (out, lse) if sinks is None else softmax.merge([Partial(out, lse)], sinks)
-    return Partial(out.to(q.dtype), lse.to(wide(q)))
+    return Partial(out, lse.to(wide(q)))
 
 
 def _merged(before: Partial | None, found: Partial) -> Partial:
     return found if before is None else softmax.merge([before, found])
 
 
-def _of_sinks(sinks: Any, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor | None) -> Tensor | None:
+def _remainder(exact: Tensor, out: Tensor) -> Tensor:
+    lost = exact - out
+    return torch.where(lost.isfinite(), lost, 0).to(out.dtype)
+
+
+def _unrounded(saved: Partial) -> Tensor:
+    out: Tensor = saved.out.to(saved.lse.dtype)
+    return out if saved.remainder is None else out + saved.remainder
+
+
+def _of_sinks(sinks: Any, saved: Partial, d_out: Tensor, d_lse: Tensor | None) -> Tensor | None:
     if sinks is None:
         return None
-    delta = (out.to(lse.dtype) * d_out).sum(-1)
-    found: Tensor = d_sinks(sinks, lse, delta if d_lse is None else delta - d_lse)
+    delta = (_unrounded(saved) * d_out).sum(-1)
+    found: Tensor = d_sinks(sinks, saved.lse, delta if d_lse is None else delta - d_lse)
     return found
 
 
@@ -108,7 +121,10 @@ class _Gradients:
 
     def __init__(self, p: Problem, given: Given, saved: Partial, d_out: Tensor, d_lse: Tensor | None) -> None:
         self.p, self.given = p, given
-        self.of_rows = *map(p.computed, (given.q, saved.out, d_out)), saved.lse, d_lse
+        q, d_out = map(p.computed, (given.q, d_out))
+        if q.dtype != saved.out.dtype:
+            saved = Partial(_unrounded(saved), saved.lse)
+        self.of_rows = q, saved.out, d_out, saved.lse, d_lse, saved.remainder
         self.d_q = torch.zeros_like(given.q, dtype=wide(given.q))
         self.wanted = [i for i in wire.score_arrays(p.line(range(0), range(0))) if given.wanted[i]]
         # A rank that sees nothing has gradients too, all 0: whoever adds them up waits for every rank's.
@@ -128,9 +144,9 @@ class _Gradients:
 
     def _of(self, rows: range, place: slice, piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         line = self.p.line(rows, piece.rows)
-        q, out, d_out, lse, d_lse = (None if x is None else x[:, :, place] for x in self.of_rows)
+        q, out, d_out, lse, d_lse, remainder = (None if x is None else x[:, :, place] for x in self.of_rows)
         d_q, d_k, d_v, d_arrays = operator.attention_backward(
-            q, piece.k, piece.v, self.given.arrays, None, line, out, lse, d_out, d_lse, self.wanted
+            q, piece.k, piece.v, self.given.arrays, None, line, out, lse, d_out, d_lse, self.wanted, remainder
         )
         for i, part in zip(self.wanted, d_arrays, strict=True):
             self.d_arrays[i] += part
