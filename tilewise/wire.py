@@ -84,8 +84,11 @@ class Template:
     rope: dict[str, Any] | None
     rope_places: dict[str, int]
 
-    def fill(self, given: Sequence[Any], sinks: Any = None, wanted: Collection[int] = ()) -> Attention:
-        """The attention on these arrays; wanted: the places of those whose gradients are wanted."""
+    def fill(
+        self, given: Sequence[Any], sinks: Any = None, wanted: Collection[int] = (), keeps_remainder: bool = False
+    ) -> Attention:
+        """The attention on these arrays; wanted: the places of those whose gradients are wanted. keeps_remainder: the
+        operator says it, not the line."""
         lengths = Lengths(given[-2], given[-1]) if self.packed else None
         slots = [Loaded(array, grad=i in wanted) for i, array in enumerate(given)]
         mask, score = (None if pattern is None else pattern.fill(slots) for pattern in (self.mask, self.score))
@@ -93,8 +96,9 @@ class Template:
         if self.rope is not None:
             rope = Rope(**self.rope, **{name: given[i] for name, i in self.rope_places.items()})
         return Attention(
-            self.scale, mask, score, sinks, lengths, self.positions, self.batch_invariant, rope, self.wide_out
-        )
+            self.scale, mask, score, sinks, lengths, self.positions, self.batch_invariant, rope, self.wide_out,
+            keeps_remainder,
+        )  # fmt: skip
 
 
 def decode(line: str, given: Sequence[Any]) -> Template:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewise import dispatch, validate, wire
-from tilewise.arrays import dtype_name, stored_as, strides_as
+from tilewise.arrays import stored_as, strides_as
 from tilewise.kernels.gpus import lying
 from tilewise.pytorch import autograd, ready, vmap
 from tilewise.pytorch.ready import Ready, ReadyBackward, are_aligned, layout
@@ -58,8 +58,7 @@ def _forward(
     if repeated is not None:
         return repeated.run(q, k, v, sinks, arrays)
     template, shape = _recognise(q, k, v, arrays, sinks, spec)
-    held = _settled(template, shape, arrays, sinks)
-    held = held.before_backward(shape.dtype) if keeps else held
+    held = _settled(template, shape, arrays, sinks, keeps=keeps)
     system = dispatch.resolve(template.kernel, held, lying(shape, q=q, k=k, v=v))
     done = system.forward(held, q, k, v)
     strides = strides_as(q, v)
@@ -89,8 +88,7 @@ def make_ready(
 ) -> Ready | None:
     """The launch of this call, once it is checked, for all tensors that lie as these; None if its kernel system has no
     such thing, or there is nothing to compute. keeps: with the remainder of out."""
-    system, held, arrays = _resolved(q, k, v, arrays, sinks, spec)
-    held = held.before_backward(dtype_name(q)) if keeps else held
+    system, held, arrays = _resolved(q, k, v, arrays, sinks, spec, keeps=keeps)
     prepared = system.prepared(held, q, k, v) if isinstance(system, dispatch.Prepares) else None
     if prepared is None:
         return None
@@ -102,13 +100,13 @@ def make_ready(
 
 def _resolved(
     q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any, spec: str, wanted: Sequence[int] = (),
-    backward: bool = False,
+    backward: bool = False, keeps: bool = False,
 ) -> tuple[dispatch.Kernel, Attention, list[Tensor]]:  # fmt: skip
     """Who computes the call, the attention that it says, and its arrays: one object a place, even if a tensor comes
     twice."""
     template, shape = _recognise(q, k, v, arrays, sinks, spec)
     arrays = [x.detach() for x in arrays]
-    held = _settled(template, shape, arrays, sinks, wanted)
+    held = _settled(template, shape, arrays, sinks, wanted, keeps)
     shape = replace(lying(shape, q=q, k=k, v=v), backward=backward)
     return dispatch.resolve(template.kernel, held, shape), held, arrays
 
@@ -214,10 +212,10 @@ def _recognise(q: Tensor, k: Tensor, v: Tensor, arrays: list[Tensor], sinks: Any
 
 
 def _settled(
-    template: Template, shape: Shape, arrays: list[Tensor], sinks: Any, wanted: Sequence[int] = ()
+    template: Template, shape: Shape, arrays: list[Tensor], sinks: Any, wanted: Sequence[int] = (), keeps: bool = False
 ) -> Attention:
     """The attention that the operands say; lengths are looked at anew in each call."""
-    held = template.fill(arrays, sinks, wanted)
+    held = template.fill(arrays, sinks, wanted, keeps)
     return validate.settle(held, shape) if template.packed else held
 
 

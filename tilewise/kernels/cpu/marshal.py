@@ -28,7 +28,8 @@ def splits(n_k: int) -> int:
 
 def _has_whole_steps(x: Array) -> bool:
     """Whether a pointer to its numbers can walk the array: a field of records, say, may lie anywhere."""
-    return x.flags.aligned and not any(step % x.itemsize for step in x.strides)
+    flags = x.flags
+    return flags.aligned and (flags.c_contiguous or not any(step % x.itemsize for step in x.strides))
 
 
 def _has_rows(x: Array) -> bool:
@@ -73,14 +74,17 @@ class Marshal:
         """(batch, heads, n, d) or (batch, heads, n) numbers to read; copied unless they lie in rows."""
         if not _has_rows(x):
             x = x.copy(order="C")  # np.ascontiguousarray leaves a misaligned one where it is
-        return self.output(x)
+        return self._where(x)
 
     def output(self, x: Array) -> structs.Array:
         """The same to write to: never a copy, which no one would read."""
         if not _has_rows(x):
             raise ValueError(f"the engine cannot write to strides {x.strides} of {x.itemsize}-byte numbers")
-        batch, head, row = (step // x.itemsize for step in x.strides[:3])
-        return structs.Array(self.data(x), batch, head, row)
+        return self._where(x)
+
+    def _where(self, x: Array) -> structs.Array:
+        size, (batch, head, row, *_) = x.itemsize, x.strides
+        return structs.Array(self.data(x), batch // size, head // size, row // size)
 
     def program(self, made: Bytecode) -> structs.Program:
         slots = [self.slot(arrays.as_numpy(slot.array)) for slot in made.slots]
