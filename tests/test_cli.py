@@ -274,6 +274,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = json.loads(out)
     assert numbers["grid"] == [4, 2]
     assert numbers["tiles"] == {"EMPTY": 2, "PARTIAL": 4, "FULL": 2}
+    assert numbers["bytes_kept"] == {"out": 256 * 64 * 2, "lse": 256 * 4, "remainder": 256 * 64 * 2}
 
 
 @pytest.mark.parametrize(

@@ -104,3 +104,19 @@ def test_numpy_in_the_engines_place_is_told_to_be_slow(monkeypatch: pytest.Monke
     assert told.slowness == told.gradients_slowness
     assert str(told).count("slow: it computes in NumPy") == 2
     assert "Faster, if it could: cpu: it was not compiled; get g++" in str(told)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_it_tells_what_is_kept_for_a_backward_pass(dtype: str) -> None:
+    """As many bytes as autograd keeps, of results that are not rounded without a remainder."""
+    q, k, v = (torch.zeros(2, heads, 8, d, dtype=getattr(torch, dtype)) for heads, d in ((4, 32), (2, 32), (2, 16)))
+    out, lse = 2 * 4 * 8 * 16 * q.itemsize, 2 * 4 * 8 * (8 if dtype == "float64" else 4)
+    told = tw.explain(q, k, v)
+    assert told.bytes_kept == {"out": out, "lse": lse} | ({"remainder": out} if dtype == "bfloat16" else {})
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.nbytes) or x, lambda x: x):
+        tw.attention(q.requires_grad_(), k, v)
+    assert sum(told.bytes_kept.values()) == sum(kept) - q.nbytes - k.nbytes - v.nbytes
+    line = "out 2.0 KiB, lse 256 B, remainder 2.0 KiB\n" if dtype == "bfloat16" else f"lse {lse} B\n"
+    assert f"kept for a backward pass: out {out // 1024}.0 KiB" in str(told)
+    assert line in str(told)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tilewise import dispatch
+from tilewise import arrays, dispatch
 from tilewise.kernels.gpus import lying
-from tilewise.schedule import Kind, Plan, plan
+from tilewise.schedule import Kind, Plan, itemsize, plan
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.validate import Call
 
@@ -39,9 +39,15 @@ class Explanation:
         if self.choice is not None:
             lines.append(f"choice: {self.choice}")
         lines += _told("gradients", self.gradients, self.gradients_why, self.gradients_slowness, self.gradient_reasons)
+        lines.append(describe_kept(self.shape))
         if self.plan is not None:
             lines.append(describe_plan(self.plan))
         return "\n".join(lines)
+
+    @property
+    def bytes_kept(self) -> dict[str, int]:
+        """What a forward pass keeps for the backward pass beside its operands, result by result."""
+        return kept_for_backward(self.shape)
 
 
 def _told(what: str, taken: str | None, why: str, slowness: str | None, reasons: dict[str, str | None]) -> list[str]:
@@ -107,6 +113,18 @@ def describe(spec: Attention, shape: Shape) -> str:
             "same keys, the others tile by tile"
         )
     return "\n".join(lines)
+
+
+def kept_for_backward(shape: Shape) -> dict[str, int]:
+    """Bytes of each result that the backward pass reads. In half precision the remainder of out is one of them."""
+    rows = shape.batch * shape.heads * shape.n_q
+    kept = {"out": rows * shape.d_v * itemsize(shape.dtype), "lse": rows * arrays.compute_dtype(shape.dtype).itemsize}
+    return kept | ({"remainder": kept["out"]} if shape.dtype in arrays.HALF_DTYPES else {})
+
+
+def describe_kept(shape: Shape) -> str:
+    """The same in one line."""
+    return "kept for a backward pass: " + ", ".join(f"{name} {size(n)}" for name, n in kept_for_backward(shape).items())
 
 
 def describe_plan(p: Plan) -> str:

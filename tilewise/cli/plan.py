@@ -10,7 +10,7 @@ from typing import Any
 from tilewise import schedule
 from tilewise.arrays import FLOAT_DTYPES
 from tilewise.cli import UserError, plan_arch
-from tilewise.explanation import describe, describe_plan, tile_map
+from tilewise.explanation import describe, describe_kept, describe_plan, kept_for_backward, tile_map
 from tilewise.schedule import Kind, Plan
 from tilewise.spec import Attention, Shape, Tile
 from tilewise.text import ExpressionError, parse
@@ -80,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(describe(spec, shape))
     print(describe_plan(plan))
+    print(describe_kept(shape))
     print(f"\n{tile_map(plan, 0, args.head)}")
     return 0
 
@@ -153,4 +154,5 @@ def _numbers(plan: Plan) -> dict[str, Any]:
         "bytes_naive": plan.bytes_naive,
         "bytes_matrix": plan.bytes_matrix,
         "bytes_on_chip": plan.bytes_on_chip,
+        "bytes_kept": kept_for_backward(plan.shape),
     }
