@@ -12,7 +12,7 @@ from tests.conformance.paths import forced, paths
 from tests.remainder_problems import HERE, MOST, gradients, off, problem
 from tilewise import arrays, dispatch, reference
 from tilewise.cases import Case
-from tilewise.contract import ROUNDING, check_backward
+from tilewise.contract import ROUNDING
 from tilewise.spec import Partial
 from tilewise.validate import Call, prepare
 
@@ -132,11 +132,3 @@ def test_one_system_keeps_it_for_another(forward: str, backward: str) -> None:
     assert off(dispatch.kernel(backward).backward(*inputs, saved, given[3]).q, exact) < MOST
     without = dispatch.kernel(backward).backward(*inputs, replace(saved, remainder=None), given[3]).q
     assert MOST < off(without, exact) < 1e-2
-
-
-@pytest.mark.parametrize("dtype", arrays.HALF_DTYPES)
-@pytest.mark.parametrize("name", HERE)
-def test_gradients_without_it_are_within_the_contract(name: str, dtype: str) -> None:
-    """As of a system that keeps none."""
-    for variant, shape in (("causal", "several tiles"), ("all at once", "ragged"), ("causal", "packed")):
-        check_backward(dispatch.kernel(name), Case(variant, shape, dtype), keeps_remainder=False)
