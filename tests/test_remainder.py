@@ -64,11 +64,22 @@ def test_what_is_no_number_takes_nothing_from_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_nothing_is_kept_of_what_is_not_narrowed(dtype: str) -> None:
-    spec = Case("full", "square", dtype).inputs().call().spec
-    assert spec.before_backward(dtype) is spec
-    assert spec.before_backward("bfloat16").keeps_remainder
-    assert not replace(spec, wide_out=True).before_backward("bfloat16").keeps_remainder
+@pytest.mark.parametrize("name", HERE)
+def test_nothing_is_kept_of_what_is_not_narrowed(name: str, dtype: str) -> None:
+    call = Case("full", "square", dtype).inputs().call()
+    assert call.spec.before_backward(dtype) is call.spec
+    asked = replace(call.spec, keeps_remainder=True)
+    assert dispatch.kernel(name).forward(asked, call.q, call.k, call.v).remainder is None
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_nothing_is_kept_of_a_wide_out(name: str) -> None:
+    """A part of a result, which is merged before it is rounded."""
+    call = Case("full", "square", "bfloat16").inputs().call()
+    assert call.spec.before_backward("bfloat16").keeps_remainder
+    wide = replace(call.spec, wide_out=True, keeps_remainder=True)
+    assert not wide.before_backward("bfloat16").keeps_remainder
+    assert dispatch.kernel(name).forward(wide, call.q, call.k, call.v).remainder is None
 
 
 # -- what it is for ---------------------------------------------------------------------------------------------------

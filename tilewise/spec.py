@@ -72,8 +72,12 @@ class Attention:
 
     def before_backward(self, dtype: str) -> Attention:
         """The same for operands of this type, where a backward pass may follow: a rounded out keeps its remainder."""
-        keeps = dtype in arrays.HALF_DTYPES and not self.wide_out
+        keeps = self.has_remainder(dtype)
         return self if keeps == self.keeps_remainder else replace(self, keeps_remainder=keeps)
+
+    def has_remainder(self, dtype: str) -> bool:
+        """Whether rounding takes anything from out, of operands of this type."""
+        return dtype in arrays.HALF_DTYPES and not self.wide_out
 
     @property
     def raw_scores(self) -> bool:
