@@ -87,6 +87,18 @@ def test_scores_that_rise_from_tile_to_tile(step: float, dtype: type) -> None:
 
 
 @needs_tilelang
+def test_a_row_keeps_its_shift_where_another_grows() -> None:
+    """All values are the same, so results are: a weight that was rounded counts as it was, whatever another row's do.
+    Another row grows by 2^28 in the last tile, these have grown by up to 2^7 before."""
+    n, gains = 200, np.linspace(0.3, 1.0, 15)
+    q, k = np.zeros((1, 1, 16, 8), np.float16), np.full((1, 1, n, 8), -30, np.float16)
+    q[0, 0, :15, 0], q[0, 0, 15, 1] = gains, 1
+    k[0, 0, 0], k[0, 0, 70, 0], k[0, 0, 190, 1] = 0, 5, 20
+    v = np.full((1, 1, n, 8), 2 - 2**-10, np.float16)
+    assert (tw.attention(q, k, v, scale=1.0, kernel="tilelang-c") == v[0, 0, 0, 0]).all()
+
+
+@needs_tilelang
 def test_an_infinite_value_is_infinite_and_not_nan() -> None:
     q, k, v = (np.random.default_rng(i).normal(size=(1, 1, 70, 16)).astype(np.float32) for i in range(3))
     v[0, 0, 3, 5] = np.inf

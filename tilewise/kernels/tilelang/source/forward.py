@@ -152,7 +152,8 @@ def forward(build, variant):
                         T.reduce_max(lane_max, largest, dim=1)
                         for r in parallel(tile_q):
                             rescale[r] = row_max[r]
-                            row_max[r] = T.max(row_max[r], largest[r] * factor)
+                            grew_here = fused(build, largest[r], factor, -row_max[r]) > GROWTH
+                            row_max[r] = T.Select(grew_here, largest[r] * factor, row_max[r])
                             rescale[r] = T.exp2(rescale[r] - finite(row_max[r]))
                         for r, c in parallel(tile_q, lanes(build)):
                             lane_sum[r, c] *= rescale[r]
