@@ -40,7 +40,7 @@ from tilewise.linear.kernels.triton import call as call_linear
 from tilewise.linear.kernels.triton import choices as choices_linear
 from tilewise.linear.kernels.triton import launch as launch_linear
 from tilewise.pytorch.rope import rotation_on
-from tilewise.spec import Attention, Partial
+from tilewise.spec import Attention
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _call(
     done = launch.forward(spec, q, k, v, None, basic)
     if not basic:
         for d_lse in (None, done.lse) if with_d_lse else (None,):
-            launch.backward(spec, q, k, v, Partial(done.out, done.lse), torch.zeros_like(done.out), d_lse, None)
+            launch.backward(spec, q, k, v, done, torch.zeros_like(done.out), d_lse, None)
 
 
 def _refine(mask: Expr, dtype: torch.dtype, d: int, with_d_lse: bool = True) -> None:
@@ -200,7 +200,8 @@ def _every_kernel(and_more: bool) -> None:
         load(bias, 0, H, Q, K, grad=True), load(np.zeros(9, np.float32), abs(Q - K), grad=True),
     ]  # fmt: skip
     _call(Attention(0.1, causal), torch.bfloat16, 64)
-    _call(Attention(0.1, causal, sum(scores, start=tw.S)), torch.bfloat16, 64, with_d_lse=False)
+    trained = Attention(0.1, causal, sum(scores, start=tw.S), keeps_remainder=True)
+    _call(trained, torch.bfloat16, 64, with_d_lse=False)
     _call(Attention(0.1, causal & tw.document(np.zeros(160, np.int64))), torch.float16, 64, basic=True)
     launch_plan._LEAST_VISITS = 0
     _refine(causal & tw.document(torch.zeros(160, dtype=torch.int64)), torch.bfloat16, 64, with_d_lse=and_more)
@@ -219,7 +220,8 @@ def _further(causal: Any, scores: list[Any]) -> None:
     for score in scores:
         _call(Attention(0.1, causal, tw.S + score), torch.bfloat16, 64)
     for d in (64, 128, 256):  # plain calls, which have tiles of their own
-        _call(Attention(0.1), torch.bfloat16, d)
+        for keeps_remainder in (False, True):
+            _call(Attention(0.1, keeps_remainder=keeps_remainder), torch.bfloat16, d)
     _call(Attention(0.1, causal, tw.S + scores[0] + scores[2]), torch.bfloat16, 128)
     for dtype, d in ((torch.float16, 80), (torch.bfloat16, 256), (torch.float32, 128)):
         _call(Attention(0.1, causal), dtype, d)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,45 @@ def test_whatever_was_in_memory() -> None:
         _check_backward(prepare_varlen(q, k, v, ends, ends, causal=True), _drawn(1, 4, 37, 8, seed=9))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def _trained(call: Call) -> Call:
+    """As a call whose gradients are wanted."""
+    return replace(call, spec=replace(call.spec, keeps_remainder=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_rounding_takes_from_the_output_is_kept(dtype: torch.dtype) -> None:
+    """All weights are 1, and lose nothing by being narrowed: what is left is the error of the sums."""
+    q, k, v = (_drawn(1, 2, n, 16, seed=i).to(dtype) for i, n in enumerate((90, 70, 70)))
+    call = _trained(prepare(0 * q, k, v, causal=True))
+    saved = dispatch.kernel("triton").forward(call.spec, call.q, call.k, call.v)
+    exact = torch.from_numpy(expected_forward(call)[0].exact)
+    assert saved.remainder.dtype == dtype and saved.remainder.stride() == saved.out.stride()
+    assert not saved.remainder[:, :, :20].any(), "rows without keys lose nothing"
+    whole = saved.out.double() + saved.remainder.double()
+    assert float((whole - exact).abs().max()) < 2.0**-15 * float(exact.abs().max())
+
+
+def test_what_is_stored_as_it_is_has_no_remainder() -> None:
+    kernel, x = dispatch.kernel("triton"), _drawn(1, 1, 5, 8)
+    wide = _trained(prepare(x, x, x))
+    assert kernel.forward(wide.spec, x, x, x).remainder is None
+    half = prepare(*(x.bfloat16() for _ in range(3)))
+    assert kernel.forward(half.spec, half.q, half.k, half.v).remainder is None, "nobody asked for it"
+
+
+@pytest.mark.parametrize("d_out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_saturated_rows(d_out_dtype: torch.dtype) -> None:
+    """Of queries times 12; made from the rounded output alone, d_q would be twice as far off."""
+    q, k, v, d_out = (_drawn(1, 2, 160, 64, seed=i) for i in range(4))
+    call = _trained(prepare(*((12 * q).bfloat16(), k.bfloat16(), v.bfloat16()), causal=True))
+    kernel = dispatch.kernel("triton")
+    d_out = d_out.bfloat16().to(d_out_dtype)
+    saved = kernel.forward(call.spec, call.q, call.k, call.v)
+    got = kernel.backward(call.spec, call.q, call.k, call.v, saved, d_out).q
+    exact = torch.from_numpy(expected_backward(call, d_out, None)[0].exact)
+    assert float((got.double() - exact).norm() / exact.norm()) < 3e-3
 
 
 def test_a_part_of_a_longer_call() -> None:

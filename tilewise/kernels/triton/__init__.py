@@ -70,7 +70,7 @@ class TritonKernel:
         from tilewise.kernels.triton.launch import backward
 
         dtype = _computed_with(as_tensor(d_out), as_tensor(q))
-        held = Partial(rows(saved.out, dtype), as_tensor(saved.lse).contiguous())  # another system may have saved them
+        held = _held(saved, dtype)
         d_lse = None if d_lse is None else as_tensor(d_lse)
         with device_of(q):
             grads = backward(spec, as_tensor(q), as_tensor(k), as_tensor(v), held, rows(d_out, dtype), d_lse, tile)
@@ -104,6 +104,16 @@ def _computed_with(d_out: Any, q: Any) -> Any:
     torch = sys.modules["torch"]
     both = torch.promote_types(d_out.dtype, q.dtype)
     return torch.float32 if both == torch.float64 else both
+
+
+def _held(saved: Partial, dtype: Any) -> Partial:
+    """As kernels take it, which another system may have saved. In a wider type the output is one with its remainder."""
+    out, lse = rows(saved.out, dtype), as_tensor(saved.lse).contiguous()
+    if saved.remainder is None:
+        return Partial(out, lse)
+    remainder = rows(saved.remainder, dtype)
+    is_wider = out.element_size() > as_tensor(saved.out).element_size()
+    return Partial(out + remainder, lse) if is_wider else Partial(out, lse, remainder)
 
 
 def _unsupported(spec: Attention, shape: Shape) -> str | None:

@@ -42,6 +42,7 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
         *arrays.stored_as(q, v), dtype=getattr(torch, spec.out_dtype(shape.dtype)), device=q.device
     )
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    remainder = torch.empty_like(out) if spec.keeps_remainder and out.element_size() == 2 and not basic else None
     before = turns_before(spec, shape, tile, q)
     if before is not None:
         spec, q, k = replace(spec, rope=None), launch_rope.turned(q, before[0]), launch_rope.turned(k, before[1])
@@ -57,8 +58,9 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
             q, k, v, out, lse, sinks, *map(steps_of, (q, k, v, out, lse)), *rest[:-1], loaded_by(spec, q), shape.group,
             spec.scale, **told, HAS_SINKS=spec.sinks is not None, **sizes(shape, choice.tile), **choice.options,
             **({} if basic else turning(spec, shape, q) | maps(spec, choice.tile.k, k=k, v=v)),
+            **({} if basic else {"remainder": remainder}),
         )  # fmt: skip
-    return Partial(out, lse)
+    return Partial(out, lse, remainder)
 
 
 @np.errstate(all="ignore")
@@ -78,7 +80,7 @@ def backward(
     shape = Shape.of(spec, q, k, v)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     shift, delta = (torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) for _ in range(2))
-    held = saved.out, saved.lse, d_lse
+    held = saved.out, saved.remainder, saved.lse, d_lse
     held_steps = tuple(None if x is None else steps_of(x) for x in held)
     slope = score_slopes(spec)[S]
     variant = modules.variant(spec, keys_of(shape), {} if slope is ONE else {"slope": slope})

@@ -1,7 +1,7 @@
 """The backward pass in Triton: weights are recomputed from lse, and every sum has one program, so its order is fixed.
 
 A program of `d_query` has the queries of one tile, a program of `d_keys` the keys of one; both compute, with
-delta = sum(d_out * out) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_score * d score/d S.
+delta = sum(d_out * (out + remainder)) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_score * d score/d S.
 d_query comes first, and leaves delta and what it makes of lse to the others.
 """
 
@@ -37,12 +37,17 @@ def prepared(
     """What weights are recomputed with, of some rows: shift, which is -lse as an exponent of 2, and delta.
 
     delta is summed as d_out v^T will be, from which it is taken away: where a row has one key, or as good as one, their
-    errors are the same. So it is on the diagonal of a product, the rest of which nobody needs.
+    errors are the same. So it is on the diagonal of a product, the rest of which nobody needs. What rounding took from
+    out is added to it, if forward kept that.
     """
-    out, lse, d_lse = saved
-    out_steps, lse_steps, d_lse_steps = saved_steps
+    out, remainder, lse, d_lse = saved
+    out_steps, remainder_steps, lse_steps, d_lse_steps = saved_steps
     out_tile = load_rows(matrix(out, out_steps, b, h, begin), out_steps[2], row, n, D_V, COLUMNS)
     products = tl.dot(d_out_tile.to(DOT), tl.trans(out_tile).to(DOT), input_precision="ieee")
+    if remainder is not None:
+        at = matrix(remainder, remainder_steps, b, h, begin)
+        rest = load_rows(at, remainder_steps[2], row, n, D_V, COLUMNS)
+        products = tl.dot(d_out_tile.to(DOT), tl.trans(rest).to(DOT), products, input_precision="ieee")
     number = tl.arange(0, row.shape[0])
     delta = tl.sum(tl.where(number[:, None] == number[None, :], products, 0.0), 1)
     if d_lse is not None:

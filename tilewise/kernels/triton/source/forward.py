@@ -23,7 +23,7 @@ from tilewise.kernels.triton.source.tiles import (
 @triton.jit
 def forward(
     q, k, v, out, lse, sinks, q_steps, k_steps, v_steps, out_steps, lse_steps,
-    records, runs, loaded, group, scale, turns, k_map, v_map,
+    records, runs, loaded, group, scale, remainder, turns, k_map, v_map,
     RAW: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, HAS_SINKS: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr,
     D: tl.constexpr, D_V: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -68,9 +68,19 @@ def forward(
         joint = with_sink(done, tl.load(sinks + h).to(tl.float32))
         weight = weight * tl.exp(done - finite(joint))
         done = joint
-    store_rows(matrix(out, out_steps, b, h, q_begin), out_steps[2], query, n_q, acc * weight[:, None],
-               D_V, COLUMNS)  # fmt: skip
+    acc *= weight[:, None]
+    store_rows(matrix(out, out_steps, b, h, q_begin), out_steps[2], query, n_q, acc, D_V, COLUMNS)
+    if remainder is not None:
+        rest = remainder_of(acc, out.dtype.element_ty)
+        store_rows(matrix(remainder, out_steps, b, h, q_begin), out_steps[2], query, n_q, rest, D_V, COLUMNS)
     tl.store(matrix(lse, lse_steps, b, h, q_begin) + query, done, mask=query < n_q)
+
+
+@triton.jit
+def remainder_of(x, TYPE: tl.constexpr):
+    """What rounding to a type takes from x; nothing of what is not finite."""
+    rest = x - narrow(x, TYPE).to(tl.float32)
+    return tl.where(tl.abs(rest) < float("inf"), rest, 0.0)
 
 
 @triton.jit
