@@ -6,7 +6,7 @@ import cutlass.cute as cute
 
 from tilewise.kernels.cute.source import backward_sm90
 from tilewise.kernels.cute.source.d_keys_sm90 import by_columns, left
-from tilewise.kernels.cute.source.d_query_sm90 import product_of_parts
+from tilewise.kernels.cute.source.d_query_sm90 import delta_of_part
 from tilewise.kernels.cute.source.forward_sm90 import store
 from tilewise.kernels.cute.source.gradients_sm90 import differentiate, keep, pass_on, product_of, weigh
 from tilewise.kernels.cute.source.operations import minimum
@@ -158,11 +158,11 @@ def write(to: cute.Tensor, numbers, at, first_key, work):
 
 
 @cute.jit
-def sums_of_parts(x: cute.Tensor, y: cute.Tensor, out: cute.Tensor):
-    """out: (rows, parts), the sum of x * y over each part of a row."""
-    for row in cutlass.range(out.shape[0]):
-        for part in cutlass.range(out.shape[1]):
-            out[row, part] = product_of_parts(x[row, None], y[row, None], part)
+def delta_of_parts(out: cute.Tensor, remainder: cute.Tensor, d_out: cute.Tensor, delta: cute.Tensor):
+    """delta: (rows, parts), the sum of d_out * (out + remainder) over each part of a row."""
+    for row in cutlass.range(delta.shape[0]):
+        for part in cutlass.range(delta.shape[1]):
+            delta[row, part] = delta_of_part(out[row, None], remainder[row, None], d_out[row, None], part)
 
 
 @cute.jit

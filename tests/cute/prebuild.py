@@ -78,7 +78,9 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
         for rung in LADDER:
             copied = not rung.maps or cannot_be_copied({"q": q, "k": k, "v": v}) is None
             if copied and support.unsupported(call.spec, shape, rung, capability) is None:
-                found[kernel_of(rung, call.spec, call.shape, all(map(is_aligned, (q, k, v, out))))] = None
+                aligned = all(map(is_aligned, (q, k, v, out)))
+                for keeps in (False, True):  # whether gradients are wanted
+                    found[kernel_of(rung, replace(call.spec, keeps_remainder=keeps), call.shape, aligned)] = None
         if support.unsupported(call.spec, replace(shape, backward=True), None, capability) is None:
             found[kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape)] = None
     for call in (biased(*given) for given in BIASED.values()):

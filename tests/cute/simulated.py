@@ -48,6 +48,24 @@ def _packed(d: int, **options: Any) -> Call:
     return validate.prepare_varlen(q, k, v, LENGTHS, LENGTHS, **options)
 
 
+def _one_key(d: int, causal: bool = False) -> Call:
+    """Rows with all of their weight on one key, in any tile, above others by little enough and by too much for a
+    speculation that serves. Values are not small, so that those others' parts of them are no rounding's matter."""
+    n, gains = 300, torch.tensor([3.0, 4.0, 8.0, 40.0])
+    k, v = (_drawn(i, 1, 1, n, d) for i in range(2))
+    k = (k * (d**0.5 / k.float().norm(dim=-1, keepdim=True))).to(k.dtype)
+    chance = torch.rand(n, generator=torch.Generator().manual_seed(3))
+    at = (chance * (torch.arange(n) + 1 if causal else n)).long()
+    q = (k[:, :, at] * (gains[torch.arange(n) // 16 % 4] * (64 / d) ** 0.5)[:, None]).to(k.dtype)
+    return validate.prepare(q, k, torch.where(v < 0, v - 1, v + 1), causal=causal)
+
+
+def _even(d: int) -> Call:
+    """All weights are 1, and half precision takes nothing from them: results are as exact as sums are."""
+    call = _dense(d, 200, 300, causal=True)
+    return replace(call, q=torch.zeros_like(call.q), spec=replace(call.spec, keeps_remainder=True))
+
+
 def biased(d: int, n: int, keys: int, dtype: torch.dtype = torch.bfloat16) -> Call:
     """Some rows see no key, some only the last ones."""
     bias = _drawn(3, 1, 2, n, keys, gain=2.0)
@@ -67,6 +85,9 @@ def _named() -> Iterator[tuple[str, Callable[[], Call]]]:
         yield f"wide bias {d}", lambda d=d: biased(d, 304, 304, torch.float32)
         growing = _drawn(3, 2, 200, 504, gain=100.0)  # scores are computed again, cells and all
         yield f"growing bias {d}", lambda d=d, bias=growing: _dense(d, 200, 504, score=tw.bias(bias))
+        yield f"one key {d}", lambda d=d: _one_key(d)
+        yield f"one key, causal {d}", lambda d=d: _one_key(d, causal=True)
+        yield f"even {d}", lambda d=d: _even(d)
     yield "sinks", lambda: _dense(128, 200, causal=True, sinks=torch.tensor([0.5, -1.0]))
     yield "long", lambda: _dense(64, 2100, 300)
     yield "long growing", lambda: _dense(64, 2100, 300, gain=8.0)
@@ -122,8 +143,22 @@ def run(kernels: Path, stand_in: str, names: list[str]) -> None:
             x.what: [float(x.errors(part).max(initial=0)), x.limit]
             for x, part in zip(expected, (got.out, got.lse), strict=True)
         }
+        if name.startswith("one key"):
+            off["out, to the last bit"] = [float((got.out != _heaviest_values(call)).sum()), 0.0]
+        if got.remainder is not None:
+            whole, exact = got.out.double() + got.remainder.double(), torch.from_numpy(expected[0].exact)
+            off["out and its remainder"] = [float((whole - exact).abs().max()), 2.0**-15 * float(exact.abs().max())]
+        assert (got.remainder is not None) == call.spec.keeps_remainder
         sys.stdout.write(json.dumps([name, off]) + "\n")
         sys.stdout.flush()
+
+
+def _heaviest_values(call: Call) -> torch.Tensor:
+    """v of each row's key with the largest score that counts."""
+    s = call.q.double() @ call.k.double().mT
+    if call.spec.mask is not None:
+        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return call.v[0, 0, s.argmax(-1)[0, 0]].expand(call.q.shape[:3] + call.v.shape[3:])
 
 
 if __name__ == "__main__":

@@ -91,14 +91,14 @@ def test_weights_and_their_gradients_are_numpys(order: str, name: str) -> None:
     np.testing.assert_allclose(d_s, want_d_s, rtol=10 * rtol, atol=1e-5)
 
 
-def test_parts_of_rows_are_summed() -> None:
+def test_delta_is_of_the_output_and_its_remainder() -> None:
     from tests.cute import backward_steps
 
     rng = np.random.default_rng(0)
-    x, y = (rng.standard_normal((5, 24)).astype(np.float32) for _ in range(2))
-    out = np.zeros((5, 3), np.float32)
-    backward_steps.sums_of_parts(*map(_from, (x, y, out)))
-    np.testing.assert_allclose(out, (x * y).reshape(5, 3, 8).sum(-1), rtol=1e-5, atol=1e-5)
+    out, remainder, d_out = (rng.standard_normal((5, 24)).astype(np.float32) for _ in range(3))
+    delta = np.zeros((5, 3), np.float32)
+    backward_steps.delta_of_parts(*map(_from, (out, remainder, d_out, delta)))
+    np.testing.assert_allclose(delta, (d_out * (out + remainder)).reshape(5, 3, 8).sum(-1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("columns", "count", "width"), [(64, 128, 64), (128, 77, 120), (256, 1, 192)])

@@ -44,8 +44,8 @@ def _wanted(
     return kernel_of(backward_rung(spec, shape) if rung == "backward" else RUNGS[rung], spec, shape, aligned)
 
 
-def _long(dtype: str, d: int, mask: Expr | None = None, score: Expr | None = None) -> Wanted:
-    spec = Attention(0.1, mask, score)
+def _long(dtype: str, d: int, mask: Expr | None = None, score: Expr | None = None, **options: Any) -> Wanted:
+    spec = Attention(0.1, mask, score, **options)
     return kernel_of(RUNGS["forward_sm90"], spec, Shape(1, 4, 2, 4096, 4096, d, d, dtype))
 
 
@@ -68,6 +68,9 @@ KERNELS = {
     "sm90, bias by cells": ("sm_90a", _wanted("forward_sm90", "bfloat16", 128, tw.causal(), ODD)),
     "sm90, long": ("sm_90a", _long("bfloat16", 64, tw.causal())),
     "sm90, long bias": ("sm_90a", _long("float16", 64, None, tw.bias(np.zeros((4096, 4096), np.float16)))),
+    "sm90, kept": ("sm_90a", _wanted("forward_sm90", "float16", 128, tw.causal(), keeps_remainder=True)),
+    "sm90, kept of 256": ("sm_90a", _wanted("forward_sm90", "bfloat16", 256, keeps_remainder=True)),
+    "sm90, long, kept": ("sm_90a", _long("bfloat16", 64, tw.causal(), keeps_remainder=True)),
     "sm90, gradients of 64": ("sm_90a", _wanted("backward", "bfloat16", 64, tw.causal())),
     "sm90, gradients of 128": ("sm_90a", _wanted("backward", "bfloat16", 128, tw.causal())),
     "sm90, packed gradients": ("sm_90a", _wanted("backward", "float16", 64, tw.causal(), tw.alibi(4), lengths=LENGTHS)),
@@ -109,8 +112,10 @@ def test_no_head_of_the_first_kernel_spills(arch: str, dtype: str, d: int) -> No
 @pytest.mark.parametrize("rung", ["forward_sm90", "backward"])
 def test_no_variant_of_hoppers_kernels_spills(rung: str, d: int, packed: bool, score: Expr | None) -> None:
     lengths = LENGTHS if packed else None
-    kernel = _wanted(rung, "bfloat16", d, tw.causal() & tw.window(64), score, lengths=lengths)
+    kernel = _wanted(rung, "bfloat16", d, tw.causal() & tw.window(64), score, lengths=lengths, keeps_remainder=True)
     assert compiler.compile(kernel, "sm_90a").resources.stack == 0
+    if kernel.remainder:
+        assert compiler.compile(replace(kernel, remainder=False), "sm_90a").resources.stack == 0
 
 
 @pytest.mark.slow
@@ -177,6 +182,8 @@ def test_a_folder_is_built_and_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(library.FOLDER, str(tmp_path / "kernels"))
     assert library.is_built(kernel, "sm_90a")
     assert library.is_built(_wanted("backward", "bfloat16", 64, tw.causal()), "sm_90a")
+    trained = _wanted("forward_sm90", "bfloat16", 64, tw.causal(), keeps_remainder=True)
+    assert trained.remainder and library.is_built(trained, "sm_90a")
     assert not library.is_built(kernel, "sm_80")
     assert not library.is_built(_wanted("forward_sm90", "bfloat16", 64), "sm_90a")
     path = library._built(kernel.name("sm_90a", RUNTIME))
@@ -208,6 +215,8 @@ def test_a_built_folder_serves_the_bench() -> None:
                 assert kernel_of(rung, call.spec, call.shape) in (exercises if name == "scaling" else asked)
             if case.backward:
                 assert kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape) in asked
+                trained = replace(call.spec, keeps_remainder=True)
+                assert kernel_of(RUNGS["forward_sm90"], trained, call.shape) in asked
 
 
 def test_a_built_folder_serves_the_benchs_projections() -> None:
@@ -219,6 +228,22 @@ def test_a_built_folder_serves_the_benchs_projections() -> None:
         shape = Shape(case.batch, case.heads, case.heads, case.queries, case.n, case.d, case.d, case.dtype)
         assert projected.kernel_for(Attention(case.d**-0.5), shape) in asked[case.d]
     assert not {x for x in _asked("--d", "128", "--projection", "64") if x.heads}, "there is no room for them"
+
+
+def test_a_remainder_is_a_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of kernels that have gradients; and where no kernel is built that stores it, the one without it serves."""
+    kept = _wanted("forward_sm90", "bfloat16", 64, keeps_remainder=True)
+    plain = _wanted("forward_sm90", "bfloat16", 64)
+    assert kept.remainder and replace(kept, remainder=False) == plain
+    for rung in ("basic", "scaled_q", "backward"):
+        assert not _wanted(rung, "bfloat16", 64, keeps_remainder=True).remainder
+    assert library.granted(kept, "sm_90a") == kept or compiler.not_installed() is not None
+    built: list[Wanted] = [plain]
+    monkeypatch.setattr(compiler, "not_installed", lambda: "it needs cutlass")
+    monkeypatch.setattr(library, "is_built", lambda kernel, arch: kernel in built)
+    assert library.granted(kept, "sm_90a") == plain
+    built.append(kept)
+    assert library.granted(kept, "sm_90a") == kept and library.granted(plain, "sm_90a") == plain
 
 
 def test_a_bias_is_built_for_all_heads_and_for_each() -> None:
@@ -531,8 +556,9 @@ def test_steps_of_dimensions_of_size_1_mean_nothing() -> None:
 
 
 def test_what_the_backward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the compiler was told: eight arrays by rows, four of a number a row, the plan both ways round. With five
-    products: room for what is known of each query tile, the plan with turns, how many heads take turns, and blocks."""
+    """As the compiler was told: nine arrays by rows, the fifth of them the output's remainder, four of a number a row,
+    the plan both ways round. With five products: room for what is known of each query tile, the plan with turns, how
+    many heads take turns, and blocks."""
     torch = pytest.importorskip("torch")
     from tilewise.kernels.cute import launch_backward
     from tilewise.spec import Partial
@@ -545,7 +571,9 @@ def test_what_the_backward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> Non
     grads = launch_backward.backward(spec, q, k, k, Partial(q, lse), d_out, None, "sm_90a")
     assert [x.shape for x in (grads.q, grads.k, grads.v, grads.sinks)] == [q.shape, k.shape, k.shape, (4,)]
     ((*given, arrays, scale),) = calls
-    assert [tuple(x.shape) for x in given[:8]] == [tuple(x.shape) for x in (q, k, k, q, q, q, k, k)]
+    assert [tuple(x.shape) for x in given[:9]] == [tuple(x.shape) for x in (q, k, k, q, q, q, q, k, k)]
+    remainder = given.pop(4)
+    assert remainder.stride() == (0, 0, 0, 1) and not remainder.any(), "forward kept none"
     assert all(x.stride(-1) == 1 and launch_backward.cannot_be_copied({"x": x}) is None for x in given[:8])
     assert [(x.shape, x.dtype) for x in given[8:12]] == [(lse.shape, torch.float32)] * 4
     by_query, runs, by_key, runs_by_key = given[12:]
@@ -555,8 +583,10 @@ def test_what_the_backward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> Non
 
     machine = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
-    launch_backward.backward(Attention(0.1, tw.causal()), q, k, k, Partial(q, lse), d_out, None, "sm_90a")
+    kept = torch.ones_like(q)
+    launch_backward.backward(Attention(0.1, tw.causal()), q, k, k, Partial(q, lse, kept), d_out, None, "sm_90a")
     (*given, _, _) = calls[1]
+    assert torch.equal(given.pop(4), kept)
     assert [x.shape for x in given[8:11]] == [lse.shape] * 3
     rows, sums, turns, by_query, by_key, runs, section, blocks = given[11:]
     assert (rows.shape, sums.shape, turns.shape) == ((8, 2, 128), (8, 2, 64 * 64), (9,)), "a tile a head, and the item"

@@ -20,7 +20,7 @@ from tests.edits import edited  # noqa: E402
 from tilewise.kernels.cute import compiler  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
-QUICK = ["causal 64", "growing 64", "packed 128", "bias 256"]
+QUICK = ["causal 64", "growing 64", "packed 128", "bias 256", "one key 64", "even 128"]
 needs_compilers = pytest.mark.skipif(
     compiler.not_installed() is not None or compiler.c_compiler() is None or torch.version.cuda is not None,
     reason="it needs CuTe's compiler, a C compiler, and a PyTorch without CUDA, for which nothing can stand in",

@@ -24,6 +24,7 @@ from tilewise.kernels.cute.cubin import Resources
 from tilewise.kernels.cute.rungs import LADDER, LONG, SCALED, Rung, backward_rung
 from tilewise.kernels.cute.wanted import Wanted, kernel_of
 from tilewise.kernels.disk import Files
+from tilewise.spec import Attention, Shape
 from tilewise.validate import Call
 
 _EXAMPLES = f"""examples:
@@ -137,14 +138,20 @@ def _calls(cell: Cell) -> Iterator[Call]:
 
 
 def _kernels(call: Call, rungs: Sequence[Rung], capability: tuple[int, int], backward: bool) -> Iterator[Wanted]:
-    """Of each rung that takes such calls; backward: and of their gradients."""
-    for rung in rungs:
-        if support.unsupported(call.spec, call.shape, rung, capability) is None:
-            yield kernel_of(rung, call.spec, call.shape)
-            yield kernel_of(rung, call.spec, replace(call.shape, n_q=LONG, n_k=LONG))
+    """Of each rung that takes such calls; backward: and those of training, of their gradients and before them."""
+    yield from _of_rungs(call.spec, call.shape, rungs, capability)
     shape = replace(call.shape, backward=True)
     if backward and support.unsupported(call.spec, shape, None, capability) is None:
+        trained = replace(call.spec, keeps_remainder=True)
+        yield from (x for x in _of_rungs(trained, call.shape, rungs, capability) if x.remainder)
         yield kernel_of(backward_rung(call.spec, shape), call.spec, shape)
+
+
+def _of_rungs(spec: Attention, shape: Shape, rungs: Sequence[Rung], capability: tuple[int, int]) -> Iterator[Wanted]:
+    for rung in rungs:
+        if support.unsupported(spec, shape, rung, capability) is None:
+            yield kernel_of(rung, spec, shape)
+            yield kernel_of(rung, spec, replace(shape, n_q=LONG, n_k=LONG))
 
 
 def _projecting(call: Call, heads: Sequence[int], capability: tuple[int, int]) -> Iterator[Wanted]:

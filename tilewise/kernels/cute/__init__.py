@@ -33,7 +33,10 @@ class CuteKernel:
         reason = support.unsupported(spec, shape, self.rung, capability)
         if reason is not None or gpus.is_imagined(shape.device):
             return reason
-        return library.not_built(kernel_of(self._taken(spec, shape, capability), spec, shape), architecture(capability))
+        arch = architecture(capability)
+        return library.not_built(
+            library.granted(kernel_of(self._taken(spec, shape, capability), spec, shape), arch), arch
+        )
 
     def default_tile(self, spec: Attention, shape: Shape) -> Tile:
         return self._taken(spec, shape, gpus.capability(shape.device)).tile(spec, shape)

@@ -87,7 +87,7 @@ def compile(kernel: Wanted, arch: str) -> Compiled:
     loaded = tuple(_fake(dtype, rank, last=None) for dtype, rank in kernel.loaded) or (_fake("float32", 1),)
     if kernel.table:
         loaded = (*loaded, _fake(kernel.table.dtype, 4, 16 // CELL_BYTES[kernel.table.dtype]))
-    more = _of_items() if kernel.persistent else [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
+    more = _of_items(kernel) if kernel.persistent else [_fake(kernel.dtype, 2, kernel.vector)] if kernel.heads else []
     given = _GIVEN.get(kernel.source, _of_forward)(kernel)
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     options = f"--enable-tvm-ffi --gpu-arch={arch}"
@@ -107,19 +107,20 @@ def _of_forward(kernel: Wanted) -> list[Any]:
 
 
 def _of_backward(kernel: Wanted) -> list[Any]:
-    """q, k, v, the output and its gradient, theirs; lse, its gradient and delta; each query's numbers, sums of d_q and
-    whose turn it is; the plan, both ways round; heads that take turns, and blocks that run."""
+    """q, k, v, the output, its remainder and its gradient, theirs; lse, its gradient and delta; each query's numbers,
+    sums of d_q and whose turn it is; the plan, both ways round; heads that take turns, and blocks that run."""
     import cutlass
 
-    rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(8)]
+    rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(9)]
     numbers = [_fake("float32", 3, last=None if is_given else 1) for is_given in (False, True, False)]
     room = [_fake("float32", 3, 4), _fake("float32", 3, 4), _fake("int32", 1)]
     return [*rows, *numbers, *room, _fake("int32", 4), *_fake_plan(), cutlass.Int32(1), cutlass.Int32(1)]
 
 
 def _of_backward_twice(kernel: Wanted) -> list[Any]:
-    """q, k, v, the output and its gradient, theirs; lse, its gradient, shift and delta; the plan, both ways round."""
-    rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(8)]
+    """q, k, v, the output, its remainder and its gradient, theirs; lse, its gradient, shift and delta; the plan, both
+    ways round."""
+    rows = [_fake(kernel.dtype, 4, kernel.vector) for _ in range(9)]
     numbers = [_fake("float32", 3, last=None if is_given else 1) for is_given in (False, True, False, False)]
     return [*rows, *numbers, *_fake_plan(), *_fake_plan()]
 
@@ -127,11 +128,11 @@ def _of_backward_twice(kernel: Wanted) -> list[Any]:
 _GIVEN = {"backward_sm90": _of_backward, "backward_sm90_twice": _of_backward_twice}  # to others, as to forward
 
 
-def _of_items() -> list[Any]:
-    """Which is next, how many blocks there are, and the order."""
+def _of_items(kernel: Wanted) -> list[Any]:
+    """Which is next, how many blocks there are, the order, and the output's remainder."""
     from cutlass import Int32
 
-    return [_fake("int32", 1), *(Int32(1) for _ in range(3))]
+    return [_fake("int32", 1), *(Int32(1) for _ in range(3)), _fake(kernel.dtype, 4, kernel.vector)]
 
 
 def _fake_plan() -> list[Any]:

@@ -23,12 +23,14 @@ def forward(rung: Rung, spec: Attention, q: Any, k: Any, v: Any, arch: str) -> P
     shape = Shape.of(spec, q, k, v)
     out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype, device=q.device)
     rows = [x.detach() for x in (q, k, v, out)]
-    kernel = kernel_of(rung, spec, shape, aligned=all(map(is_aligned, rows)))
-    return Partial(out, run(kernel, spec, shape, rows, (), arch))
+    kernel = library.granted(kernel_of(rung, spec, shape, aligned=all(map(is_aligned, rows))), arch)
+    remainder = torch.empty_like(out) if kernel.remainder else None
+    more = () if not kernel.persistent else (steps_in_order(out if remainder is None else remainder, kernel.vector),)
+    return Partial(out, run(kernel, spec, shape, rows, more, arch), remainder)
 
 
 def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more: Sequence[Any], arch: str) -> Any:
-    """Launch it on q, k, v and the output, and what else it takes; the lse that it leaves."""
+    """Launch it on q, k, v and the output, and what else it takes at the end; the lse that it leaves."""
     device = rows[0].device
     lse = torch.empty((shape.batch, shape.heads, shape.n_q), dtype=torch.float32, device=device)
     plan = _plan(kernel, device, spec, shape)
@@ -42,7 +44,8 @@ def run(kernel: Wanted, spec: Attention, shape: Shape, rows: Sequence[Any], more
     if kernel.table is not None:
         loaded = (*loaded, _as_copied(loaded[kernel.table.slot]))
     if kernel.persistent:
-        more = items(device, shape, plan, shares_rows=kernel.table is not None and kernel.table.is_shared)
+        shares_rows = kernel.table is not None and kernel.table.is_shared
+        more = (*items(device, shape, plan, shares_rows), *more)
     launch(*given, lse, records, plan.runs, sinks, loaded, spec.scale, *more)
     return lse
 

@@ -24,7 +24,8 @@ def backward(spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any
     shape = Shape.of(spec, q, k, v, backward=True)
     kernel = kernel_of(backward_rung(spec, shape), spec, shape)
     d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    rows = [_copied(x.detach()) for x in (q, k, v, saved.out, d_out)]
+    *rows, out, d_out = (_copied(x.detach()) for x in (q, k, v, saved.out, d_out))
+    rows += [out, _remainder_of(saved), d_out]
     lse = saved.lse.detach().contiguous()
     delta = torch.empty_like(lse)
     d_lse = lse.new_zeros(()).expand(lse.shape) if d_lse is None else d_lse.detach().float()
@@ -50,6 +51,13 @@ def _check(d_out: Any, q: Any) -> None:
 def _copied(x: Any) -> Any:
     """As the copy engine takes it."""
     return x if x.stride(-1) == 1 and cannot_be_copied({"x": x}) is None else x.clone().contiguous()
+
+
+def _remainder_of(saved: Partial) -> Any:
+    """Where forward kept none, one row of zeros for all: it is read by threads, not by the copy engine."""
+    if saved.remainder is None:
+        return saved.out.new_zeros(saved.out.shape[-1]).expand(saved.out.shape)
+    return _copied(saved.remainder.detach())
 
 
 def _of_turns(kernel: Wanted, spec: Attention, shape: Shape, delta: Any) -> list[Any]:

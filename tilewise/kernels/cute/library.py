@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,12 @@ def not_built(wanted: Wanted, arch: str) -> str | None:
     if reason is None or is_built(wanted, arch):
         return None
     return _none_built(wanted, reason)
+
+
+def granted(wanted: Wanted, arch: str) -> Wanted:
+    """The kernel that a call gets. A remainder is a wish: where none is built or compiled that stores it, it is left
+    out."""
+    return replace(wanted, remainder=False) if wanted.remainder and not_built(wanted, arch) else wanted
 
 
 def _none_built(wanted: Wanted, reason: str) -> str:

@@ -36,6 +36,7 @@ class Wanted:
     persistent: bool = False  # blocks take one query tile after the other
     table: Table | None = None  # of which tiles come along with those of keys
     by_key: Tile | None = None  # by which a second kernel of the same library goes, key tile by key tile
+    remainder: bool = False  # what rounding took from results is stored, too
     heads: int = 0  # whose results are multiplied by w_o before they are stored; 0: results are stored as they are
 
     def name(self, arch: str, runtime: str) -> str:
@@ -46,7 +47,9 @@ class Wanted:
     def __str__(self) -> str:
         heads = f"{self.depth}" if self.depth == self.columns else f"{self.depth} and {self.columns}"
         is_long = ", long" if self.tile.q > 128 else ""
-        return f"{self.rung}, {self.dtype}, heads up to {heads}{is_long}{'' if self.vector > 1 else ', not aligned'}"
+        kept = ", with remainder" if self.remainder else ""
+        aligned = "" if self.vector > 1 else ", not aligned"
+        return f"{self.rung}, {self.dtype}, heads up to {heads}{is_long}{kept}{aligned}"
 
 
 def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -> Wanted:
@@ -62,7 +65,7 @@ def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -
         raw=spec.raw_scores and rung.scaling == "scores", scaling=rung.scaling,
         has_sinks=spec.sinks is not None and by_key is None, packed=spec.lengths is not None,
         loaded=loaded, functions=modules.text(spec, by_key is not None, table), persistent=rung.persistent, table=table,
-        by_key=by_key,
+        by_key=by_key, remainder=spec.keeps_remainder and rung.differentiated,
     )  # fmt: skip
 
 

@@ -72,19 +72,19 @@ PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread: no more than al
 
 @cute.jit
 def launch(
-    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, d_out: cute.Tensor,
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, remainder: cute.Tensor, d_out: cute.Tensor,
     d_q: cute.Tensor, d_k: cute.Tensor, d_v: cute.Tensor,
     lse: cute.Tensor, d_lse: cute.Tensor, delta: cute.Tensor,
     rows: cute.Tensor, sums: cute.Tensor, turns: cute.Tensor,
     records: cute.Tensor, records_by_key: cute.Tensor, runs: cute.Tensor,
     section: Int32, blocks: Int32, arrays: tuple, scale: Float32, build: cutlass.Constexpr, stream,
 ):  # fmt: skip
-    """q, k, v, out and gradients: (batch, heads, n, d); lse, d_lse and delta: (batch, heads, n). Of each query tile of
-    each head rows has (shift, delta), sums what is added to d_q, in two pieces, turns how many key tiles were added;
-    its last is the next item. section: heads that take turns; blocks: so many run at a time."""
+    """q, k, v, out, its remainder and gradients: (batch, heads, n, d); lse, d_lse and delta: (batch, heads, n). Of each
+    query tile of each head rows has (shift, delta), sums what is added to d_q, in two pieces, turns how many key tiles
+    were added; its last is the next item. section: heads that take turns; blocks: so many run at a time."""
     element, size, group = q.element_type, build.tile, q.shape[1] // k.shape[1]
     by_query = (records.shape[2], q.shape[1], records.shape[0])
-    prepare(out, d_out, lse, d_lse, delta, rows, turns, records, build).launch(
+    prepare(out, remainder, d_out, lse, d_lse, delta, rows, turns, records, build).launch(
         grid=by_query, block=(4 * size.q, 1, 1), stream=stream
     )
     layouts = [swizzled_tiles(element, size.q, width, STAGES) for width in (build.depth, build.columns)]

@@ -7,7 +7,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from tilewise.kernels.cute.source.backward_sm90_producer import TILES_BEFORE
-from tilewise.kernels.cute.source.d_query_sm90 import AT_ONCE, product_of_parts
+from tilewise.kernels.cute.source.d_query_sm90 import AT_ONCE, delta_of_part
 from tilewise.kernels.cute.source.operations import where
 from tilewise.kernels.cute.source.tiles import LOG2_E, finite, matrix, sum_of_quad, work_of
 from tilewise.kernels.cute.source.vocabulary import WARPGROUP
@@ -22,22 +22,22 @@ def sums_of(rows, records, number, h, b, build):
 
 @cute.kernel
 def prepare(
-    out: cute.Tensor, d_out: cute.Tensor, lse: cute.Tensor, d_lse: cute.Tensor, delta: cute.Tensor, rows: cute.Tensor,
-    turns: cute.Tensor, records: cute.Tensor, build: cutlass.Constexpr,
+    out: cute.Tensor, remainder: cute.Tensor, d_out: cute.Tensor, lse: cute.Tensor, d_lse: cute.Tensor,
+    delta: cute.Tensor, rows: cute.Tensor, turns: cute.Tensor, records: cute.Tensor, build: cutlass.Constexpr,
 ):  # fmt: skip
-    """0 delta = sum(d_out * out) - d_lse, and shift, which is -lse as an exponent of 2: by four threads a query, of
-    which each has a quarter of the columns. And nobody had a turn yet."""
+    """0 delta = sum(d_out * (out + remainder)) - d_lse, and shift, which is -lse as an exponent of 2: by four threads a
+    query, of which each has a quarter of the columns. And nobody had a turn yet."""
     number, h, b = cute.arch.block_idx()
     thread = cute.arch.thread_idx()[0]
     work = work_of(records, number, b, h, Int32(1))
     tile, row = sums_of(rows, records, number, h, b, build), thread // 4
     query, row_delta, row_shift = work.first + row, Float32(0.0), Float32(0.0)
     if query < work.n_q:
-        x, y = (matrix(of, b, h, work.q_begin)[query, None] for of in (out, d_out))
+        of_query = [matrix(x, b, h, work.q_begin)[query, None] for x in (out, remainder, d_out)]
         for i in cutlass.range_constexpr(build.columns // (4 * AT_ONCE)):
             part = 4 * i + thread % 4
             if part * AT_ONCE < out.shape[3]:
-                row_delta = row_delta + product_of_parts(x, y, part)
+                row_delta = row_delta + delta_of_part(*of_query, part)
         row_shift = -finite(lse[b, h, work.q_begin + query]) * LOG2_E
     row_delta = sum_of_quad(row_delta)
     if thread % 4 == 0:

@@ -2,7 +2,7 @@
 is fixed.
 
 A block of `d_query` has the queries of one tile, a block of `d_keys` the keys of one; both compute, with
-delta = sum(d_out * out) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_score * d score/d S.
+delta = sum(d_out * (out + remainder)) - d_lse:  d_score = p * (d_out v^T - delta),  d_s = d_score * d score/d S.
 d_query comes first, and leaves delta and what it makes of lse to the other.
 
 As in forward_sm90.py a producer warp keeps the copy engine busy, and a consumer warpgroup has 64 rows of the block's
@@ -30,20 +30,21 @@ def stages_of(held, visited, build, element):
 
 @cute.jit
 def launch(
-    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, d_out: cute.Tensor,
+    q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, remainder: cute.Tensor, d_out: cute.Tensor,
     d_q: cute.Tensor, d_k: cute.Tensor, d_v: cute.Tensor,
     lse: cute.Tensor, d_lse: cute.Tensor, shift: cute.Tensor, delta: cute.Tensor,
     records: cute.Tensor, runs: cute.Tensor, records_by_key: cute.Tensor, runs_by_key: cute.Tensor, arrays: tuple,
     scale: Float32, build: cutlass.Constexpr, stream,
 ):  # fmt: skip
-    """q, k, v, out and gradients: (batch, heads, n, d); lse to delta: (batch, heads, n). The plan, both ways round."""
+    """q, k, v, out, its remainder and gradients: (batch, heads, n, d); lse to delta: (batch, heads, n). The plan, both
+    ways round."""
     group = q.shape[1] // k.shape[1]
 
     tile, by_key = build.tile, build.by_key
     count = stages_of(tile.q, tile.k, build, q.element_type)
     layouts, maps, rows = mapped((q, d_out), tile.q, 1, (k, v), tile.k, count, build)
-    d_query(*maps, *rows, *layouts, out, d_out, lse, d_lse, shift, delta, d_q, records, runs, arrays, scale, group,
-            build).launch(
+    d_query(*maps, *rows, *layouts, out, remainder, d_out, lse, d_lse, shift, delta, d_q, records, runs, arrays, scale,
+            group, build).launch(
         grid=(records.shape[2], q.shape[1], records.shape[0]), block=threads_of(tile.q), min_blocks_per_mp=1,
         stream=stream,
     )  # fmt: skip

@@ -66,7 +66,7 @@ def attention(
     attend(acc, rows, q, k, v, tiles, work, runs, arrays, scale, b, h, mma, thread, build)
 
     # 7 finish: acc / row_sum, lse
-    done = finish(rows, acc, element, sinks[h] if build.has_sinks else None)
+    done = finish(rows, acc, sinks[h] if build.has_sinks else None)
     store_lse(done, lse, work, b, h, mma, thread)
     cute.arch.sync_threads()  # v is no longer read: out takes its place
     write_product(tiles.v, acc, mma, thread)
@@ -128,7 +128,7 @@ def attend(
                 mask(s, at, first_key, work, arrays, build)
 
             # 5 row_max, rescale, p, row_sum
-            rescale = online_softmax(rows, s)
+            rescale = online_softmax(rows, s, tiles.p.element_type)
             write_product(tiles.p, s, mma, thread)
             cute.arch.sync_threads()
 

@@ -56,9 +56,9 @@ def d_query(
     q_rows: cute.Tensor, d_out_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor,
     q_tiles: cute.ComposedLayout, d_out_tiles: cute.ComposedLayout, k_tiles: cute.ComposedLayout,
     v_tiles: cute.ComposedLayout,
-    out: cute.Tensor, d_out: cute.Tensor, lse: cute.Tensor, d_lse: cute.Tensor, shift: cute.Tensor, delta: cute.Tensor,
-    d_q: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, arrays: tuple, scale: Float32, group: Int32,
-    build: cutlass.Constexpr,
+    out: cute.Tensor, remainder: cute.Tensor, d_out: cute.Tensor, lse: cute.Tensor, d_lse: cute.Tensor,
+    shift: cute.Tensor, delta: cute.Tensor, d_q: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, arrays: tuple,
+    scale: Float32, group: Int32, build: cutlass.Constexpr,
 ):  # fmt: skip
     number, h, b = cute.arch.block_idx()
     layouts = q_tiles, d_out_tiles, k_tiles, v_tiles
@@ -75,7 +75,7 @@ def d_query(
     else:
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         work = work_of(records, number, b, h, group)
-        saved = matrix(out, b, h, work.q_begin), matrix(d_out, b, h, work.q_begin), lse, d_lse
+        saved = *(matrix(x, b, h, work.q_begin) for x in (out, remainder, d_out)), lse, d_lse
         consume(*tiles, *rings, warpgroup_number - 1, work, runs, b, h, saved, shift, delta, d_q, arrays, scale,
                 build)  # fmt: skip
 
@@ -125,7 +125,7 @@ def consume(
     q_consumer, d_out_consumer = q_stages.make_consumer(), d_out_stages.make_consumer()
     k_consumer, v_consumer = k_stages.make_consumer(), v_stages.make_consumer()
 
-    # 0 delta = sum(d_out * out) - d_lse
+    # 0 delta = sum(d_out * (out + remainder)) - d_lse
     row_shift, row_delta = prepared(saved, by_rows(at), work, thread, b, h, build)
     leave(shift, row_shift, by_rows(at), work, b, h)
     leave(delta, row_delta, by_rows(at), work, b, h)
@@ -180,7 +180,7 @@ def consume(
 def prepared(saved, at, work, thread, b, h, build: cutlass.Constexpr):
     """What weights are recomputed with, of a thread's rows: shift, which is -lse as an exponent of 2, and delta, of
     which each thread of a quad has a quarter of the columns."""
-    out, d_out, lse, d_lse = saved
+    *rows, lse, d_lse = saved  # out, what rounding took from it, d_out
     shift, delta = (cute.make_rmem_tensor((cute.size(at, mode=[0]),), Float32) for _ in range(2))
     shift.fill(0.0)
     delta.fill(0.0)
@@ -189,8 +189,8 @@ def prepared(saved, at, work, thread, b, h, build: cutlass.Constexpr):
         if query < work.n_q:
             for i in cutlass.range_constexpr(build.columns // (4 * AT_ONCE)):
                 part = 4 * i + thread % 4
-                if part * AT_ONCE < out.shape[1]:
-                    delta[row] = delta[row] + product_of_parts(out[query, None], d_out[query, None], part)
+                if part * AT_ONCE < rows[0].shape[1]:
+                    delta[row] = delta[row] + delta_of_part(*(x[query, None] for x in rows), part)
             shift[row] = -finite(lse[b, h, work.q_begin + query]) * LOG2_E
         delta[row] = sum_of_quad(delta[row])
         if query < work.n_q:
@@ -198,14 +198,16 @@ def prepared(saved, at, work, thread, b, h, build: cutlass.Constexpr):
     return shift, delta
 
 
-def product_of_parts(x, y, number):
-    """The sum of x * y, of some numbers side by side."""
-    loaded = [cute.make_rmem_tensor((AT_ONCE,), row.element_type) for row in (x, y)]
-    for row, to in zip((x, y), loaded, strict=True):
+def delta_of_part(out, remainder, d_out, number):
+    """The sum of d_out * (out + remainder), of some numbers of a row, side by side."""
+    rows = out, remainder, d_out
+    loaded = [cute.make_rmem_tensor((AT_ONCE,), row.element_type) for row in rows]
+    for row, to in zip(rows, loaded, strict=True):
         cute.autovec_copy(cute.local_tile(row, (AT_ONCE,), (number,)), to)
     total = Float32(0.0)
     for i in range(AT_ONCE):
-        total = fused(loaded[0][i].to(Float32), loaded[1][i].to(Float32), total)
+        rounded, rest, gradient = (x[i].to(Float32) for x in loaded)
+        total = fused(rounded + rest, gradient, total)
     return total
 
 

@@ -30,6 +30,7 @@ from tilewise.kernels.cute.source.items import (
     wait_for_item,
     work_of_item,
 )
+from tilewise.kernels.cute.source.operations import where
 from tilewise.kernels.cute.source.rings import (
     advance,
     barriers,
@@ -45,8 +46,10 @@ from tilewise.kernels.cute.source.speculation import (
     FINITE_SUM,
     PATIENCE,
     any_above,
+    any_heavy,
     begin_rows,
     exact,
+    narrow_again,
     safe_sum,
     speculate,
     tame,
@@ -143,11 +146,12 @@ def room_of(build, element):
 def launch(
     q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, out: cute.Tensor, lse: cute.Tensor,
     records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple, scale: Float32,
-    next_item: cute.Tensor, blocks: Int32, section: Int32, sections: Int32,
+    next_item: cute.Tensor, blocks: Int32, section: Int32, sections: Int32, remainder: cute.Tensor,
     build: cutlass.Constexpr, stream,
 ):  # fmt: skip
     """q, k, v, out: (batch, heads, n, d); lse: (batch, heads, n). blocks: as many as run at once, at most one a query
-    tile, of which records has one each; the rest is items.Order."""
+    tile, of which records has one each; section, sections: items.Order. remainder: as out, what rounding took from it,
+    if the build keeps it."""
     element, tile = q.element_type, build.tile
     room = room_of(build, element)
     q_tiles = swizzled_tiles(element, tile.q, build.depth, room.q)
@@ -162,8 +166,8 @@ def launch(
         table_map, table_rows = copy_engine(arrays[-1], cells)
     attention(
         q_map, k_map, v_map, table_map, q_rows, k_rows, v_rows, table_rows, q_tiles, k_tiles, v_tiles, cells,
-        out, lse, records, runs, sinks, arrays, scale, binary(scale, build), q.shape[1] // k.shape[1], next_item,
-        section, sections, build,
+        out, remainder if build.remainder else None, lse, records, runs, sinks, arrays, scale, binary(scale, build),
+        q.shape[1] // k.shape[1], next_item, section, sections, build,
     ).launch(
         grid=(blocks, 1, 1), block=(WARPGROUP + tile.q // 64 * WARPGROUP, 1, 1), min_blocks_per_mp=1, stream=stream,
     )  # fmt: skip
@@ -175,7 +179,8 @@ def attention(
     q_rows: cute.Tensor, k_rows: cute.Tensor, v_rows: cute.Tensor, table_rows: cute.Tensor | None,
     q_tiles: cute.ComposedLayout, k_tiles: cute.ComposedLayout, v_tiles: cute.ComposedLayout,
     cells: cute.ComposedLayout | None,
-    out: cute.Tensor, lse: cute.Tensor, records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple,
+    out: cute.Tensor, remainder: cute.Tensor | None, lse: cute.Tensor,
+    records: cute.Tensor, runs: cute.Tensor, sinks: cute.Tensor, arrays: tuple,
     scale: Float32, factor: Float32, group: Int32, next_item: cute.Tensor, section: Int32, sections: Int32,
     build: cutlass.Constexpr,
 ):  # fmt: skip
@@ -226,7 +231,7 @@ def attention(
             q_tile, k_tile, v_tile, table_tile, rings, items, warpgroup_number - 1, runs, group, arrays, scale,
             factor if build.raw else binary(scale, build), build,
         )  # fmt: skip
-        consume(consumer, out, lse, sinks)
+        consume(consumer, out, remainder, lse, sinks)
 
 
 # -- consumers --------------------------------------------------------------------------------------------------------
@@ -295,7 +300,7 @@ def consumer_of(q_tile, k_tile, v_tile, table_tile, rings, items, number, runs, 
 
 
 @cute.jit
-def consume(c, out, lse, sinks):
+def consume(c, out, remainder, lse, sinks):
     """All items of a block; there is one at least."""
     pass_first_turn(c)
     # 1 load q
@@ -343,7 +348,7 @@ def consume(c, out, lse, sinks):
             pass_turn(c)
             warpgroup.wait_group(0)
             free(c.rings.v)
-        store_item(c, stage, done, out, lse, sinks)
+        store_item(c, stage, done, out, remainder, lse, sinks)
         free_place(c.rings.items, stage)
         pack(c)
 
@@ -468,7 +473,7 @@ def first_tile(c, n_runs, cells):
     score_tile(c, last - 1, cells)
     if kind == PARTIAL:
         mask_tile(c, last - 1)
-    begin_rows(c.rows, c.s)
+    begin_rows(c.rows, c.s, c.q_tile.element_type)
     free_k(c)
     c.keys_left[0] = work.n_k - (last - 1) * c.build.tile.k
 
@@ -480,7 +485,7 @@ def exact_step(c, tile, masked: cutlass.Constexpr):
     if cutlass.const_expr(masked):
         mask_tile(c, tile)
     free_k(c)
-    rescale = exact(c.rows, c.s, PATIENCE)
+    rescale = exact(c.rows, c.s, PATIENCE, c.q_tile.element_type)
     warpgroup.wait_group(0)
     free(c.rings.v)
     # 6 acc = acc * rescale + p @ v: its first half; the product comes with the next tile's scores
@@ -515,8 +520,8 @@ def speculative_step(c, tile):
     pack(c)
     pin(cute.recast_tensor(c.narrow, Int32))
     element = c.q_tile.element_type
-    if any_above(safe_sum(element), sums, c.rows_left[0]):
-        correct(c, tile, sums)
+    if any_heavy(c.rows, sums, c.rows_left[0], element):
+        weigh_again(c, tile, sums)
     else:
         add_to(c.rows.row_sum, sums)
     free_k(c)
@@ -525,17 +530,20 @@ def speculative_step(c, tile):
 
 
 @cute.jit
-def correct(c, tile, sums):
-    """Speculation did not serve: what p should have been."""
-    rescale = cute.make_rmem_tensor_like(c.rows.row_max)
+def weigh_again(c, tile, sums):
+    """A weight may be most of its row: what it gained when it was narrowed counts, or speculation did not serve."""
+    element = c.q_tile.element_type
     if any_above(FINITE_SUM, sums, c.rows_left[0]):
         multiply_q_k_again(c)
         score_tile(c, anew(tile), held_cells(c))  # nothing of the first time is kept for this
-        copy(exact(c.rows, c.s, 0.0), rescale)
+        multiply_rows(c.acc, exact(c.rows, c.s, 0.0, element))
+        pack(c)
     else:
-        copy(tame(c.rows, c.s, sums, c.q_tile.element_type), rescale)
-    multiply_rows(c.acc, rescale)
-    pack(c)
+        if any_above(safe_sum(element), sums, c.rows_left[0]):
+            multiply_rows(c.acc, tame(c.rows, c.s, sums, element))
+        else:
+            add_to(c.rows.row_sum, sums)
+        narrow_again(c.rows, c.s, c.narrow)
 
 
 def eighths_before_wait(build):
@@ -603,21 +611,35 @@ def clear_rows(tile, count, thread, consumed: cutlass.Constexpr):
 
 # 7 finish: acc / row_sum, lse
 @cute.jit
-def store_item(c, stage, rows, out, lse, sinks):
+def store_item(c, stage, rows, out, remainder, lse, sinks):
     """stage: of the item whose rows they are."""
     work, b = work_of_item(c.items, stage, c.group), c.items[BATCH, stage]
     h = work.place.h
     sink = sinks[h] if c.build.has_sinks else None
-    done = finish(rows, c.acc, out.element_type, sink)
+    done = finish(rows, c.acc, sink)
     for row in cutlass.range_constexpr(2):
         query = work.first + by_rows(c.at)[row, 0][0]
         if (c.at[0][1] == 0) & (query < work.n_q):  # the first thread of a quad
             lse[b, h, work.q_begin + query] = done[row]
-    out_rows = matrix(out, b, h, work.q_begin + work.first)
-    if cutlass.const_expr(c.build.vector > 1):
-        store_in_quads(c.acc, out_rows, work.n_q - work.first, c.at[0][0])
+    first_row = work.q_begin + work.first
+    store_results(c, matrix(out, b, h, first_row), work.n_q - work.first)
+    if cutlass.const_expr(c.build.remainder):
+        take_rounded(c.acc, out.element_type)
+        store_results(c, matrix(remainder, b, h, first_row), work.n_q - work.first)
+
+
+def store_results(c, rows, count):
+    if c.build.vector > 1:
+        store_in_quads(c.acc, rows, count, c.at[0][0])
     else:
-        store(c.acc, out_rows, work.n_q - work.first, c.pv[0], c.thread, (c.build.tile.q, c.build.columns))
+        store(c.acc, rows, count, c.pv[0], c.thread, (c.build.tile.q, c.build.columns))
+
+
+def take_rounded(acc, element):
+    """From results what was stored of them, rounded; what is not finite leaves nothing."""
+    for i in range(cute.size(acc)):
+        left = acc[i] - acc[i].to(element).to(Float32)
+        acc[i] = where(left - left == 0.0, left, Float32(0.0))
 
 
 @cute.jit
@@ -653,7 +675,7 @@ def add_to(sums, more):
 
 def copied(rows):
     """As they are now."""
-    made = [cute.make_rmem_tensor_like(x) for x in (rows.row_max, rows.largest, rows.row_sum)]
-    for to, from_ in zip(made, (rows.row_max, rows.largest, rows.row_sum), strict=True):
+    made = [cute.make_rmem_tensor_like(x) for x in (rows.row_max, rows.row_sum, rows.narrowing)]
+    for to, from_ in zip(made, (rows.row_max, rows.row_sum, rows.narrowing), strict=True):
         copy(from_, to)
     return Rows(*made, rows.factor)

@@ -59,7 +59,7 @@ def attention(
         rows = rows_of(acc, binary(scale, build))
         attend(acc, rows, q, k, v, tiles, work, runs, arrays, scale, b, h, mma, thread, build)
         # 7 finish: acc / row_sum, lse
-        done = finish(rows, acc, element, sinks[h] if build.has_sinks else None)
+        done = finish(rows, acc, sinks[h] if build.has_sinks else None)
         store_lse(done, lse, work, b, h, mma, thread)
         write_product(cute.local_tile(out_tile, (TILE_Q, build.columns), (0, h)), acc, mma, thread)
         cute.arch.sync_threads()  # q is no longer read

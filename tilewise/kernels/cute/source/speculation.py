@@ -9,11 +9,22 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
 from tilewise.kernels.cute.source.operations import maximum, minimum, where
-from tilewise.kernels.cute.source.tiles import exp2, finite, folded, fused, largest_in_quad, sum_of_quad
+from tilewise.kernels.cute.source.tiles import (
+    exp2,
+    finite,
+    folded,
+    fused,
+    largest_in_quad,
+    narrowing_of,
+    sum_of_quad,
+)
 from tilewise.kernels.cute.source.vocabulary import by_rows
 
 PATIENCE = 8.0  # how far, as a power of 2, a row may be above its row_max before it is worth a rescale
 FINITE_SUM = 2.0**120  # up to here weights can be rescaled
+# A thread's weights of a tile are heavy if they add up to this many times those of all its tiles before: one of them
+# may be most of its row, and its rounding most of the result's error. Of many that are alike roundings cancel out.
+HEAVY = 4.0
 
 
 def safe_sum(element):
@@ -27,15 +38,17 @@ def room_to_grow(element):
     return 32 if element is BFloat16 else -4
 
 
-def begin_rows(rows, s):
+def begin_rows(rows, s, element):
     """A row's first keys: scores become weights, and there is nothing to rescale."""
     for row in range(2):
         here = _largest(s, row)
-        rows.largest[row], rows.row_max[row] = here, here * rows.factor
-        rows.row_sum[row] = _exponentiate(s, row, rows.factor, -finite(rows.row_max[row]))
+        rows.row_max[row] = here * rows.factor
+        shift = finite(rows.row_max[row])
+        rows.row_sum[row] = _exponentiate(s, row, rows.factor, -shift)
+        rows.narrowing[row] = narrowing_of(here, rows.factor, shift, element)
 
 
-def exact(rows, s, patience):
+def exact(rows, s, patience, element):
     """Scores become weights; what acc is to be multiplied by, for each row. Within `patience` of row_max nothing
     changes: a row decides by itself, so that its bits do not depend on its neighbours."""
     rescales = cute.make_rmem_tensor_like(rows.row_max)
@@ -45,9 +58,10 @@ def exact(rows, s, patience):
         rises = new_max > rows.row_max[row] + patience
         larger = where(rises, new_max, rows.row_max[row])
         rescales[row] = where(rises, exp2(rows.row_max[row] - larger), Float32(1.0))
-        rows.largest[row] = where(rises, here, rows.largest[row])
-        rows.row_max[row] = larger
-        rows.row_sum[row] = rows.row_sum[row] * rescales[row] + _exponentiate(s, row, rows.factor, -finite(larger))
+        rows.row_max[row], shift = larger, finite(larger)
+        rows.row_sum[row] = rows.row_sum[row] * rescales[row] + _exponentiate(s, row, rows.factor, -shift)
+        narrowed = narrowing_of(here, rows.factor, shift, element)
+        rows.narrowing[row] = rows.narrowing[row] * rescales[row] + narrowed
     return rescales
 
 
@@ -75,10 +89,20 @@ def speculate(rows, s, sums, first, last):
             sums[row] = sums[row] + s_rows[row, column]
 
 
+def any_heavy(rows, sums, rows_left, element):
+    """Whether weights of this tile, whose sums these are, may be most of a row of this warp, or are not safe."""
+    limits = [cute.arch.fmin(HEAVY * rows.row_sum[row], safe_sum(element)) for row in range(2)]
+    return _any_above(limits, sums, rows_left)
+
+
 def any_above(limit, sums, rows_left):
+    return _any_above([limit, limit], sums, rows_left)
+
+
+def _any_above(limits, sums, rows_left):
     """Of the rows of this warp; those beyond the last query may be anything. rows_left: from the thread's first on."""
     above = [
-        where(sums[row] <= limit, Int32(0), Int32(1)) & where(rows_left > 8 * row, Int32(1), Int32(0))
+        where(sums[row] <= limits[row], Int32(0), Int32(1)) & where(rows_left > 8 * row, Int32(1), Int32(0))
         for row in range(2)
     ]
     return cute.arch.vote_any_sync((above[0] | above[1]) != 0)
@@ -95,9 +119,21 @@ def tame(rows, s, sums, element):
         rescales[row] = ((127 - lowered) << 23).bitcast(Float32)
         rows.row_max[row] = rows.row_max[row] + Float32(lowered)
         rows.row_sum[row] = (rows.row_sum[row] + sums[row]) * rescales[row]
+        rows.narrowing[row] = rows.narrowing[row] * rescales[row]
         for column in range(cute.size(s_rows, mode=[1])):
             s_rows[row, column] = s_rows[row, column] * rescales[row]
     return rescales
+
+
+def narrow_again(rows, s, narrow):
+    """Weights become those that products take, and what they gain by it is added up. Once more, where they were kept
+    beside s registers had no room for both."""
+    s_rows, narrow_rows = by_rows(s), by_rows(narrow)
+    for column in range(cute.size(s_rows, mode=[1])):
+        for row in range(2):
+            narrow_rows[row, column] = s_rows[row, column].to(narrow.element_type)
+            gained = narrow_rows[row, column].to(Float32) - s_rows[row, column]
+            rows.narrowing[row] = rows.narrowing[row] + gained
 
 
 def _exponent(x):

@@ -126,28 +126,27 @@ class Rows(NamedTuple):
     """
 
     row_max: cute.Tensor
-    largest: cute.Tensor  # row_max before it was an exponent of 2
     row_sum: cute.Tensor
+    narrowing: cute.Tensor  # what heavy weights gained when they were narrowed, of the thread's own keys as row_sum is
     factor: Float32  # what scores are multiplied by to be exponents of 2
 
 
 def rows_of(acc, factor):
     """Before their first keys."""
     count = cute.size(by_rows(acc), mode=[0])
-    row_max, largest, row_sum = (cute.make_rmem_tensor((count,), Float32) for _ in range(3))
+    row_max, row_sum, narrowing = (cute.make_rmem_tensor((count,), Float32) for _ in range(3))
     row_max.fill(-INFINITY)
-    largest.fill(-INFINITY)
     row_sum.fill(0.0)
-    return Rows(row_max, largest, row_sum, factor)
+    narrowing.fill(0.0)
+    return Rows(row_max, row_sum, narrowing, factor)
 
 
-def online_softmax(rows, s):
-    """Scores become weights p; what acc is to be multiplied by, for each row."""
+def online_softmax(rows, s, element):
+    """Scores become weights p, which are narrowed to a type next; what acc is to be multiplied by, for each row."""
     s_rows, rescales = by_rows(s), cute.make_rmem_tensor_like(rows.row_max)
     for row in range(cute.size(rows.row_max)):
         columns = range(cute.size(s_rows, mode=[1]))
         largest_here = largest_in_quad(folded(cute.arch.fmax, [s_rows[row, column] for column in columns]))
-        rows.largest[row] = maximum(rows.largest[row], largest_here)
         new_max = maximum(rows.row_max[row], largest_here * rows.factor)
         shift = finite(new_max)
         rescale = exp2(rows.row_max[row] - shift)
@@ -156,6 +155,8 @@ def online_softmax(rows, s):
             s_rows[row, column] = exp2(fused(s_rows[row, column], rows.factor, -shift))
         sum_here = folded(operator.add, [s_rows[row, column] for column in columns])
         rows.row_sum[row] = rows.row_sum[row] * rescale + sum_here
+        narrowed = narrowing_of(largest_here, rows.factor, shift, element)
+        rows.narrowing[row] = rows.narrowing[row] * rescale + narrowed
         rescales[row] = rescale
     return rescales
 
@@ -167,13 +168,13 @@ def multiply_rows(acc, factors):
             acc_rows[row, column] = acc_rows[row, column] * factors[row]
 
 
-def finish(rows, acc, element, sink):
-    """acc becomes the output, of type element; the lse of each row. sink: a logit that joins the sum, or None."""
+def finish(rows, acc, sink):
+    """acc becomes the output; the lse of each row. sink: a logit that joins the sum, or None."""
     lse, weights = (cute.make_rmem_tensor_like(rows.row_max) for _ in range(2))
     for row in range(cute.size(rows.row_max)):
         row_sum = sum_of_quad(rows.row_sum[row])
         shift = finite(rows.row_max[row])
-        multiplied = row_sum + narrowing(finite(rows.largest[row]), rows.factor, -shift, element)
+        multiplied = row_sum + sum_of_quad(rows.narrowing[row])  # the sum of weights as products took them
         # It is 0 or infinite where row_max was rounded by more than half precision holds.
         is_number = (multiplied > 0.0) & (multiplied < INFINITY)
         without_keys = row_sum == 0.0
@@ -188,14 +189,14 @@ def finish(rows, acc, element, sink):
     return lse
 
 
-def narrowing(largest, factor, shift, element):
-    """By how much the weight of the largest score changed before it was multiplied.
+def narrowing_of(largest, factor, shift, element):
+    """What the weight of a tile's largest score gains by being narrowed; a quarter of it, as a quad adds up four.
 
-    It is 1, unless scores are so large that row_max was rounded by much. Of a row whose weight is all on one key the
-    result is that key's v, to the last bit: gradients are differences of such numbers.
+    Where the largest weight is 1 that is nothing, unless scores are so large that row_max was rounded by much. A row
+    whose weight is all on one key has that key's v, to the last bit: gradients are differences of such numbers.
     """
-    heaviest = exp2(fused(largest, factor, shift))
-    return heaviest.to(element).to(Float32) - heaviest
+    heaviest = exp2(fused(largest, factor, -shift))
+    return 0.25 * (heaviest.to(element).to(Float32) - heaviest)
 
 
 def with_sink(lse, sink):
