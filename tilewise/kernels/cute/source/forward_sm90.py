@@ -45,11 +45,11 @@ from tilewise.kernels.cute.source.rings import (
 from tilewise.kernels.cute.source.speculation import (
     FINITE_SUM,
     PATIENCE,
+    add_narrowing,
     any_above,
     any_heavy,
     begin_rows,
     exact,
-    narrow_again,
     safe_sum,
     speculate,
     tame,
@@ -541,9 +541,10 @@ def weigh_again(c, tile, sums):
     else:
         if any_above(safe_sum(element), sums, c.rows_left[0]):
             multiply_rows(c.acc, tame(c.rows, c.s, sums, element))
+            pack(c)
         else:
             add_to(c.rows.row_sum, sums)
-        narrow_again(c.rows, c.s, c.narrow)
+        add_narrowing(c.rows, c.s, sums, element)
 
 
 def eighths_before_wait(build):

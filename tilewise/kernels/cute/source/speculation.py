@@ -8,6 +8,7 @@ import operator
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
+from tilewise.kernels.cute.source.hopper import anew
 from tilewise.kernels.cute.source.operations import maximum, minimum, where
 from tilewise.kernels.cute.source.tiles import (
     exp2,
@@ -109,8 +110,8 @@ def _any_above(limits, sums, rows_left):
 
 
 def tame(rows, s, sums, element):
-    """Weights too large, but numbers: a power of 2 brings them down again, further than needed, as they may go on
-    growing. What acc is to be multiplied by."""
+    """Weights too large, but numbers: a power of 2 brings them and their sums down again, further than needed, as they
+    may go on growing. What acc is to be multiplied by."""
     s_rows, rescales = by_rows(s), cute.make_rmem_tensor_like(rows.row_max)
     for row in range(2):
         exponent = _exponent(sum_of_quad(sums[row]))
@@ -118,22 +119,22 @@ def tame(rows, s, sums, element):
         lowered = where(exponent > 0, lowered, Int32(0))
         rescales[row] = ((127 - lowered) << 23).bitcast(Float32)
         rows.row_max[row] = rows.row_max[row] + Float32(lowered)
-        rows.row_sum[row] = (rows.row_sum[row] + sums[row]) * rescales[row]
+        sums[row] = sums[row] * rescales[row]
+        rows.row_sum[row] = rows.row_sum[row] * rescales[row] + sums[row]
         rows.narrowing[row] = rows.narrowing[row] * rescales[row]
         for column in range(cute.size(s_rows, mode=[1])):
             s_rows[row, column] = s_rows[row, column] * rescales[row]
     return rescales
 
 
-def narrow_again(rows, s, narrow):
-    """Weights become those that products take, and what they gain by it is added up. Once more, where they were kept
-    beside s registers had no room for both."""
-    s_rows, narrow_rows = by_rows(s), by_rows(narrow)
-    for column in range(cute.size(s_rows, mode=[1])):
-        for row in range(2):
-            narrow_rows[row, column] = s_rows[row, column].to(narrow.element_type)
-            gained = narrow_rows[row, column].to(Float32) - s_rows[row, column]
-            rows.narrowing[row] = rows.narrowing[row] + gained
+def add_narrowing(rows, s, sums, element):
+    """What the weights of a tile, whose sums these are, gained by being narrowed. They are narrowed anew: if this read
+    the registers that products take them from, the compiler would no longer leave those to the products."""
+    s_rows = by_rows(s)
+    for row in range(2):
+        columns = range(cute.size(s_rows, mode=[1]))
+        taken = folded(operator.add, [anew(s_rows[row, column]).to(element).to(Float32) for column in columns])
+        rows.narrowing[row] = rows.narrowing[row] + (taken - sums[row])
 
 
 def _exponent(x):
