@@ -75,13 +75,15 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
         shape = replace(call.shape, device="cuda:0")
         q, k, v = (_as_on_a_gpu(x) for x in (call.q, call.k, call.v))
         out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype)
+        has_gradients = support.unsupported(call.spec, replace(shape, backward=True), None, capability) is None
+        specs = [call.spec, replace(call.spec, keeps_remainder=True)][: 2 if has_gradients else 1]
         for rung in LADDER:
             copied = not rung.maps or cannot_be_copied({"q": q, "k": k, "v": v}) is None
             if copied and support.unsupported(call.spec, shape, rung, capability) is None:
                 aligned = all(map(is_aligned, (q, k, v, out)))
-                for keeps in (False, True):  # whether gradients are wanted
-                    found[kernel_of(rung, replace(call.spec, keeps_remainder=keeps), call.shape, aligned)] = None
-        if support.unsupported(call.spec, replace(shape, backward=True), None, capability) is None:
+                for spec in specs:
+                    found[kernel_of(rung, spec, call.shape, aligned)] = None
+        if has_gradients:
             found[kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape)] = None
     for call in (biased(*given) for given in BIASED.values()):
         found[kernel_of(RUNGS["forward_sm90"], call.spec, call.shape)] = None
