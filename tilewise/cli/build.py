@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--variants", default="full,causal", metavar="LIST", help="(default: %(default)s)")
     parser.add_argument("--d", default="64,128", metavar="LIST", help="head dimensions (default: %(default)s)")
     parser.add_argument("--dtype", default="float16,bfloat16", metavar="LIST", help="(default: %(default)s)")
-    parser.add_argument("--backward", action="store_true", help="the kernels of their gradients, too")
+    parser.add_argument("--backward", action="store_true", help="the kernels of training, too: forward and gradients")
     parser.add_argument(
         "--projection", metavar="LIST", help="the kernels that multiply by w_o, too, for so many heads, such as 4,8"
     )
