@@ -190,7 +190,6 @@ PACKED_VARIANTS: dict[str, Callable[[Rng, Shape], Options]] = {
 # -- rows with all their weight on one key ----------------------------------------------------------------------------
 
 PLACES = ("first", "middle", "last")  # where in the order of keys a row's dominant one comes
-GAP = 128.0  # by which every other score is lower at least: float32's exponential of that is 0
 _TOGETHER = 8  # dominant keys beside each other, so that they are not all the same
 
 
@@ -203,18 +202,17 @@ def dominant(place: str, n_q: int, n_k: int, is_causal: bool) -> Array:
     return found
 
 
-def one_hot_queries(k: Array, s: Shape, keys: Array) -> Array:
-    """Queries that point at these keys: each is its key times a power of two, which is exact in every type."""
-    dtype = arrays.dtype_name(k)
+def one_hot_queries(k: Array, s: Shape, keys: Array, gap: float) -> Array:
+    """Queries that point at these keys: each is its key, as long as puts every other score lower by about that gap."""
     wide = np.repeat(arrays.widen(k, np.float64), s.group, axis=1)
     aimed = wide[:, :, keys]
     scores = aimed @ wide.swapaxes(-1, -2) / np.sqrt(s.d)
-    own = np.take_along_axis(scores, keys[None, None, :, None], axis=-1).copy()
-    np.put_along_axis(scores, keys[None, None, :, None], -np.inf, axis=-1)
-    gap = float((own - scores.max(axis=-1, keepdims=True)).min())
-    if gap <= 0:
+    own = np.take_along_axis(scores, keys[None, None, :, None], axis=-1)
+    others = np.where(np.arange(s.n_k) == keys[:, None], -np.inf, scores)
+    lead = own - others.max(axis=-1, keepdims=True)
+    if lead.min() <= 0:
         raise ValueError(f"one-hot rows: a key is nearer to another than to itself at d {s.d}; take a larger d")
-    return arrays.narrow(aimed * 2.0 ** np.ceil(np.log2(GAP / gap)), dtype)
+    return arrays.narrow(aimed * (gap / lead), arrays.dtype_name(k))
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,11 +241,12 @@ class Case:
     strided: bool = False  # stored as (batch, n, heads, d)
     magnitude: float = 1.0  # of q: large ones make huge scores
     one_hot: str = ""  # one of PLACES: where each row finds the key that has all of its weight
+    gap: float = 20.0  # between that key's score and every other
 
     @property
     def name(self) -> str:
         extra = (" strided" if self.strided else "") + (f" x{self.magnitude:g}" if self.magnitude != 1 else "")
-        extra += f" one-hot {self.one_hot}" if self.one_hot else ""
+        extra += f" one-hot {self.one_hot} by {self.gap:g}" if self.one_hot else ""
         return f"{self.variant} | {self.shape} | {self.dtype}{extra}"
 
     def inputs(self, seed: int = 0) -> Inputs:
@@ -258,7 +257,7 @@ class Case:
         sizes = ((s.heads, s.n_q, s.d), (s.heads_k, s.n_k, s.d), (s.heads_k, s.n_k, s.d_v))
         q, k, v = (self._array(rng, m, s.batch, *size) for m, size in zip((self.magnitude, 1, 1), sizes, strict=True))
         if self.one_hot:
-            q = one_hot_queries(k, s, dominant(self.one_hot, s.n_q, s.n_k, self.variant == "causal"))
+            q = one_hot_queries(k, s, dominant(self.one_hot, s.n_q, s.n_k, self.variant == "causal"), self.gap)
         return Inputs(q, k, v, VARIANTS[self.variant](rng, s))
 
     def _array(self, rng: Rng, magnitude: float, batch: int, heads: int, n: int, d: int) -> Array:
