@@ -56,6 +56,7 @@ GPU_SECTIONS = (
 )
 _CPU_HELP = f"the CPU engine's suite, with its targets: {', '.join(CPU_SECTIONS)}, or all of them"
 _PARALLEL_HELP = "attention over so many processes of this machine, and the bytes that they send (1 2)"
+_ACCURACY_HELP = "relative errors of results and gradients against float64, beside peers; with --device cuda on a GPU"
 _GPU_HELP = f"the GPU kernels' suite, with its targets: {', '.join(GPU_SECTIONS)}, or all of them"
 
 
@@ -93,6 +94,7 @@ def add_parser(commands: Any) -> None:
     suite.add_argument(
         "--linear", action="store_true", help="linear attention beside causal softmax attention, by length"
     )
+    suite.add_argument("--accuracy", action="store_true", help=_ACCURACY_HELP)
     add("--no-memory", action="store_true", help="do not measure memory, which starts a process a contestant and cell")
     add("--json", metavar="FILE", help="write every number")
     add("--plot", metavar="FILE.png", help="draw speed and memory; a folder takes a picture a type and pass")
@@ -127,6 +129,10 @@ def _run(args: argparse.Namespace) -> int:
         from tilewise.cli import bench_parallel
 
         return bench_parallel.run(args)
+    if args.accuracy:
+        from tilewise.cli import bench_accuracy
+
+        return bench_accuracy.run(args)
     if args.linear:
         from tilewise.cli import bench_linear
 

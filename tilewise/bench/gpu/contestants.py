@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from tilewise import api, dispatch
@@ -19,7 +20,8 @@ from tilewise.cache import Cache, KVCache, PagedKVCache
 
 CUDNN, FLASH, FLEX = "cuDNN", "FlashAttention-4", "FlexAttention"
 SDPA, SDPA_CUDNN, SDPA_FLASH = "torch sdpa", "torch sdpa cudnn", "torch sdpa flash"
-EFFICIENT = "torch sdpa efficient"
+EFFICIENT, SDPA_MATH = "torch sdpa efficient", "torch sdpa math"
+FLASH_2, FLASH_3 = "FlashAttention-2", "FlashAttention-3"
 FLASH_ORDERED = FLASH + " deterministic"  # its gradients have the same bits each time
 DENSE, NO_GRAD, PAGED = " dense", " no_grad", " paged"  # what follows the name of ours
 MODULE = " module"  # of multi-head attention
@@ -204,33 +206,36 @@ def _enter_module_on_cudnn(case: Case, sets: Sets) -> Entry:
 
 
 def _enter_efficient(case: Case, sets: Sets) -> Entry:
-    """A bias as a dense mask, whose gradient this backend alone computes."""
+    """A bias as a dense mask, whose gradient this backend alone computes; others as SDPA has them."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention as sdpa
 
     if case.variant != "bias" or case.packed:
-        raise RefusedError("cannot express", "it is asked for a bias alone")
+        return _enter_sdpa("EFFICIENT_ATTENTION", case, sets)
     shape = (case.batch, case.heads, case.n, case.n)
     calls = [partial(sdpa, x.q, x.k, x.v, attn_mask=x.extras["bias"].expand(shape)) for x in sets]
     return Entry(calls, around=partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION))
 
 
-# -- FlashAttention-4 -------------------------------------------------------------------------------------------------
+# -- FlashAttention ---------------------------------------------------------------------------------------------------
+
+_FLASH_4, _INSTALL_FLASH_4 = "flash_attn.cute.interface", "pip install --pre flash-attn-4"
+_INSTALL_FLASH_3 = "build it from the folder hopper of its repository"
 
 
-def _no_flash() -> str | None:
+def _no_flash(module: str = _FLASH_4, install: str = _INSTALL_FLASH_4) -> str | None:
     try:
-        from flash_attn.cute.interface import flash_attn_func  # noqa: F401
+        import_module(module).flash_attn_func  # noqa: B018
     except Exception as error:  # its compiler may fail to load in ways of its own
         told = str(error).splitlines()[:1] or [""]
-        return f"flash_attn.cute does not load ({type(error).__name__}: {told[0]}); pip install --pre flash-attn-4"
+        name = module.removesuffix(".interface")
+        return f"{name} does not load ({type(error).__name__}: {told[0]}); {install}"
     return None
 
 
-def _enter_flash(case: Case, sets: Sets, **further: Any) -> Entry:
+def _enter_flash(case: Case, sets: Sets, module: str = _FLASH_4, **further: Any) -> Entry:
     """(batch, n, heads, d), its own layout, of gradients too."""
-    from flash_attn.cute.interface import flash_attn_func
-
+    flash_attn_func = import_module(module).flash_attn_func
     options = _flash_options(case, sets[0].extras)
 
     def call(q: Any, k: Any, v: Any) -> Any:
@@ -286,10 +291,19 @@ _PEERS = (
     Contestant(CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),
     Contestant(FLASH, _enter_flash, _no_flash),
     Contestant(FLASH_ORDERED, partial(_enter_flash, deterministic=True), _no_flash),
+    Contestant(
+        FLASH_3,
+        partial(_enter_flash, module="flash_attn_interface"),
+        partial(_no_flash, "flash_attn_interface", _INSTALL_FLASH_3),
+    ),
+    Contestant(
+        FLASH_2, partial(_enter_flash, module="flash_attn"), partial(_no_flash, "flash_attn", "pip install flash-attn")
+    ),
     Contestant(FLEX, _enter_flex),
     Contestant(SDPA, partial(_enter_sdpa, None)),
     Contestant(SDPA_CUDNN, partial(_enter_sdpa, "CUDNN_ATTENTION")),
     Contestant(SDPA_FLASH, partial(_enter_sdpa, "FLASH_ATTENTION")),
+    Contestant(SDPA_MATH, partial(_enter_sdpa, "MATH")),
     Contestant(EFFICIENT, _enter_efficient),
     Contestant(SDPA_MODULE, _enter_module_on_cudnn),
     Contestant(SDPA_PRODUCT, _enter_sdpa_and_product),

@@ -1,0 +1,1 @@
+"""How exact everyone's results are, beside float64: `tilewise bench --accuracy`."""
