@@ -198,7 +198,7 @@ def dominant(place: str, n_q: int, n_k: int, is_causal: bool) -> Array:
     row = np.arange(n_q)
     seen = row + 1 + n_k - n_q if is_causal else np.full(n_q, n_k)
     aside = row % np.minimum(_TOGETHER, seen)
-    found: Array = {"first": aside, "middle": seen // 2, "last": seen - 1 - aside}[place]
+    found: Array = {"first": aside, "middle": (seen // 2 + aside) % seen, "last": seen - 1 - aside}[place]
     return found
 
 
