@@ -11,5 +11,5 @@ NAVIGATION = {
     ),
     "Use": ("install", "tour", "cookbook", "commands", "linear", "backends", "support", "contract", "cache"),
     "Learn by doing": ("lab", "explain", "simulator"),
-    "Inside": ("design", "extending", "memory", "performance", "scaling", "report"),
+    "Inside": ("design", "extending", "memory", "accuracy", "performance", "scaling", "report"),
 }

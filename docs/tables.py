@@ -21,6 +21,9 @@ if __name__ == "__main__":  # run from anywhere, beside this package
 from docs import summary, support
 from docs.markdown import table
 from tilewise.bench import report, suite, targets
+from tilewise.bench.accuracy import report as accuracy
+from tilewise.bench.accuracy import run as accuracy_run
+from tilewise.bench.accuracy import targets as accuracy_targets
 from tilewise.bench.gpu import report as gpu_report
 from tilewise.bench.gpu import suite as gpu_suite
 from tilewise.bench.gpu import targets as gpu_targets
@@ -30,7 +33,7 @@ from tilewise.linear import bench_gpu as linear_gpu
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs" / "performance.md"
-PAGES = (README, PERFORMANCE, *(ROOT / "docs" / f"{name}.md" for name in ("backends", "linear", "support")))
+PAGES = (README, PERFORMANCE, *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "backends", "linear", "support")))
 
 _MARKS = {True: "✓", False: "✗", None: ""}
 Record = dict[str, Any]
@@ -207,6 +210,50 @@ def gpu_linear_table(results: Path, page: Path) -> str:
     return f"{table(*linear_gpu.table_of(found))}\n\n{about}"
 
 
+# -- accuracy ---------------------------------------------------------------------------------------------------------
+
+
+def _accuracy(results: Path, of: str) -> Results | None:
+    path = results / of / "accuracy.json"
+    found: Results | None = json.loads(path.read_text()) if path.exists() else None
+    return found if found and found["schema"] == accuracy_run.SCHEMA else None
+
+
+def _accuracy_unmeasured(of: str) -> str:
+    device = "" if of == "cpu" else " --device cuda"
+    return f"Not measured yet: `tilewise bench --accuracy{device} --json results/{of}` does it."
+
+
+def accuracy_table(of: str) -> Callable[[Path, Path], str]:
+    """A table a result, in bfloat16: float16's errors are an eighth; and ratios of both types."""
+
+    def made(results: Path, page: Path) -> str:
+        found = _accuracy(results, of)
+        if found is None:
+            return _accuracy_unmeasured(of)
+        parts = []
+        for what in ("out", "d_q", "d_q saturated"):
+            title = accuracy.TITLES.get(what, f"`{what}`")
+            parts += [f"{title}, bfloat16:", table(*accuracy.table_of(found, what, "bfloat16"))]
+        more = {
+            "Gradients of ALiBi's slopes and of sinks:": accuracy.learned_table(found),
+            "Errors over the best peer's, all cells of both types:": accuracy.ratio_table(found),
+        }
+        parts += [part for about, made in more.items() if made[1] for part in (about, table(*made))]
+        about = f"From `results/{of}/accuracy.json`, {found['date'][:10]}. {accuracy.conditions(found)}"
+        return "\n\n".join([*parts, about])
+
+    return made
+
+
+def accuracy_target_table(of: str) -> Callable[[Path, Path], str]:
+    def made(results: Path, page: Path) -> str:
+        found = _accuracy(results, of)
+        return _accuracy_unmeasured(of) if found is None else _checks(accuracy_targets.checks(found))
+
+    return made
+
+
 # -- the NumPy kernel -------------------------------------------------------------------------------------------------
 
 _NUMPY_COLUMNS = ("tilewise numpy", "torch sdpa", "torch naive", "numpy naive")
@@ -278,6 +325,8 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
         "gpu", "tilelang_gradients", "TileLang, backward: TFLOP/s beside the peers"
     ),
     "gpu-training-picture": picture("gpu", "training", "Loss of both"),
+    **{f"{of}-accuracy": accuracy_table(of) for of in ("cpu", "gpu")},
+    **{f"{of}-accuracy-targets": accuracy_target_table(of) for of in ("cpu", "gpu")},
     "numpy": numpy_table,
     "comparisons": summary.comparisons,
     "machines": summary.machines,

@@ -15,6 +15,7 @@ import pytest
 
 from tilewise import cli
 from tilewise.bench import ranks, roofline, run
+from tilewise.bench.accuracy import run as accuracy
 from tilewise.cli import explain_server
 from tilewise.kernels.cuda import compiler
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
@@ -35,12 +36,13 @@ TEXTS = (
 )  # fmt: skip
 FILES = (
     "", "nope/x.json", "/proc/self/mem", "💥/💥", "a" * 5000, ".", "bad.json", "list.json", "deep.json", "bytes.json",
-    "old.json", "linear.json", "ranks.json",
+    "old.json", "linear.json", "ranks.json", "accuracy.json",
 )  # fmt: skip
 BROKEN = {
     "bad.json": "{", "list.json": "[1]", "deep.json": "[" * 100_000, "bytes.json": "\udcff",
     "old.json": json.dumps({"schema": run.SCHEMA, "records": [{}]}),
     "linear.json": json.dumps({"schema": linear.SCHEMA, "records": [{}]}),
+    "accuracy.json": json.dumps({"schema": accuracy.SCHEMA, "records": [{}]}),
     "ranks.json": json.dumps({"schema": ranks.SCHEMA, "records": 5}),
 }  # fmt: skip
 _SMALL = {
@@ -63,7 +65,7 @@ _SIZES = {
 _PLACES = (
     "bench --from", "bench --json", "bench --plot", "bench --report", "bench --linear --from",
     "bench --linear --n 16 --repeat 1 --json", "bench --cpu --from", "bench --gpu --from", "bench --parallel --from",
-    "bench --report . --against",
+    "bench --report . --against", "bench --accuracy --from", "bench --accuracy --from accuracy.json --json",
     "explain --n 16 --block 8 -o", "lab check", "lab hint", "lab solution", "lab start",
 )  # fmt: skip
 
@@ -136,9 +138,9 @@ def test_a_folder_of_an_exercises_name(capsys: pytest.CaptureFixture[str]) -> No
     assert "hint 1 of " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["old.json", "linear.json", "ranks.json"])
+@pytest.mark.parametrize("name", ["old.json", "linear.json", "ranks.json", "accuracy.json"])
 def test_a_file_that_lacks_what_its_schema_has(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    suite = {"linear.json": ["--linear"], "ranks.json": ["--parallel"]}.get(name, [])
+    suite = {"linear.json": ["--linear"], "ranks.json": ["--parallel"], "accuracy.json": ["--accuracy"]}.get(name, [])
     assert cli.main(["bench", *suite, "--from", name]) == 2
     assert capsys.readouterr().err.startswith(f"tilewise: --from: '{name}' is not as its schema has it: ")
 

@@ -1,4 +1,4 @@
-"""Every kernel system on saturated rows: what tilewise/saturated.py promises of them. What is unsupported must raise."""
+"""Every kernel system on saturated rows: what tilewise/saturated.py promises. What is unsupported must raise."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_rounded_weight_is_found() -> None:
 def test_an_lse_that_is_off_is_found() -> None:
     with pytest.raises(ContractError, match="lse is"):
         check_one_hot_forward(_Wrong(lambda done: replace(done, lse=done.lse + np.float32(1e-3))), ONE_HOT)
-    with pytest.raises(ContractError, match="d_[qkv] is"):
+    with pytest.raises(ContractError, match=r"d_[qkv] is"):
         check_one_hot_backward(_Wrong(lambda done: replace(done, lse=done.lse + np.float32(2e-2))), ONE_HOT)
 
 
