@@ -2,6 +2,7 @@
 
 The error may be at most twice that of the same computation done densely in the same precision, plus a rounding band.
 It never comes from what a kernel happens to reach. The conformance suite, the fuzz and the demo all judge by this.
+Rows where one key has nearly all of the weight have limits of their own besides: saturated.py.
 """
 
 from __future__ import annotations
