@@ -1,0 +1,119 @@
+"""What is said of a contender's answer: right, inexact, documented otherwise or wrong, and by how much."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tilewise import arrays
+from tilewise.arrays import Array
+from tilewise.contract import ROUNDING, Expected
+from tilewise.referee.truth import Truth
+
+RIGHT, INEXACT, OTHERWISE, WRONG, REFUSED, CRASHED, NOT_ASKED = VERDICTS = (
+    "right", "inexact", "documented otherwise", "wrong", "refused", "crashed", "not asked",
+)  # fmt: skip
+SEVERITY = {name: i for i, name in enumerate((RIGHT, OTHERWISE, INEXACT, WRONG))}
+FAULTS = (WRONG, INEXACT, CRASHED)  # whose smallest call is looked for
+# Beyond the contract's limit, yet no more off than this share of the largest number: an inexact sum, not a wrong mask.
+SLIGHT = 0.02
+NAN, MEAN = "NaN", "the mean of all values"
+_TF32 = 2.0**-11
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is said of one result, or of a whole call."""
+
+    verdict: str
+    what: str = ""
+    error: float | None = None  # None: no number, as of a NaN
+    limit: float | None = None
+    reason: str = ""
+    differs: tuple[str, ...] = field(default=())  # results that had other bits the second time
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.reason}" if self.what else self.reason
+
+
+def judge(truth: Truth, answer: Mapping[str, Any], documented: str = "") -> Finding:
+    """The worst finding of a call's results. documented: what the contender says that a row without keys gives."""
+    found = [_judge(truth, truth.expected[what], got, documented) for what, got in answer.items()]
+    missing = [what for what in truth.expected if what not in answer and what != "lse"]
+    if missing:
+        return Finding(WRONG, missing[0], reason="is missing")
+    return max(found, key=lambda x: (SEVERITY[x.verdict], _times(x)))
+
+
+def _times(found: Finding) -> float:
+    return float("inf") if found.error is None or not found.limit else found.error / found.limit
+
+
+def _judge(truth: Truth, want: Expected, got: Any, documented: str) -> Finding:
+    values = arrays.widen(arrays.as_numpy(got), np.float64)
+    if values.shape != want.exact.shape:
+        return Finding(WRONG, want.what, reason=f"has shape {values.shape}, expected {want.exact.shape}")
+    plain = _compared(want, values, want.exact)
+    if plain.verdict == RIGHT or want.what not in ("out", "lse") or not truth.empty.any():
+        return replace(plain, reason=plain.reason + _where(truth, want, values))
+    convention = _convention(truth, want.what, values)
+    rest = _compared(want, np.where(_rows(truth, want), want.exact, values), want.exact)
+    if convention is None:
+        return plain
+    if rest.verdict != RIGHT:  # what rows without keys give is not the worst of it
+        return rest
+    verdict = OTHERWISE if convention == documented else WRONG
+    due = "0" if want.what == "out" else "-inf"
+    return Finding(verdict, want.what, plain.error, plain.limit, f"rows without keys are {convention}, expected {due}")
+
+
+def _compared(want: Expected, values: Array, exact: Array) -> Finding:
+    infinite = np.isinf(exact)
+    if not np.array_equal(values[infinite], exact[infinite]):
+        return Finding(WRONG, want.what, limit=want.limit, reason=f"should be -inf in {infinite.sum()} places")
+    broken = ~np.isfinite(values[~infinite])
+    if broken.any():
+        kind = "NaN" if np.isnan(values[~infinite]).any() else "infinite"
+        return Finding(
+            WRONG, want.what, limit=want.limit, reason=f"{kind} in {broken.sum():,} of {broken.size:,} numbers"
+        )
+    error = float(np.abs(values[~infinite] - exact[~infinite]).max(initial=0))
+    if error <= want.limit:
+        return Finding(RIGHT, want.what, error, want.limit)
+    largest = float(np.abs(exact[~infinite]).max(initial=0))
+    verdict = INEXACT if error <= SLIGHT * largest else WRONG
+    told = f"off by {error:.2g}, allowed {want.limit:.2g}; the largest number is {largest:.2g}"
+    if want.dtype == "float32" and ROUNDING["float32"] * 64 * largest < error <= 8 * _TF32 * largest:
+        told += " (as far off as TF32 is)"
+    return Finding(verdict, want.what, error, want.limit, told)
+
+
+def _rows(truth: Truth, want: Expected) -> Array:
+    return truth.empty if want.what == "lse" else truth.empty[..., None]
+
+
+def _convention(truth: Truth, what: str, values: Array) -> str | None:
+    """What rows without keys give, if it is something known."""
+    at = values[truth.empty]
+    if np.isnan(at).all():
+        return NAN
+    if what == "out" and np.isfinite(at).all():
+        off = np.abs(at - truth.mean[truth.empty]).max(initial=0)
+        if off <= 2.0**-6 * (np.abs(truth.mean).max(initial=0) + 1e-3):
+            return MEAN
+    if what == "lse" and (at == np.inf).all():
+        return "+inf"
+    return "other numbers" if np.isfinite(at).all() else None
+
+
+def _where(truth: Truth, want: Expected, values: Array) -> str:
+    """Of a gradient with NaNs: whether rows without keys alone have them."""
+    if not truth.empty.any() or np.isfinite(values).all():
+        return ""
+    if want.what == "d_q":
+        outside = ~np.isfinite(values[~truth.empty])
+        return " (of rows without keys alone)" if not outside.any() else ""
+    return " (the call has rows without keys)"
