@@ -34,7 +34,7 @@ _EXAMPLES = """examples:
   tilewise judge my_module:attention             yours: f(q, k, v, *, mask, bias, causal, scale) -> out or (out, lse)
   tilewise judge sdpa --only mask/float32/forward/8/0    one call again: docs/judge.md
 
-Exit code 0: nothing wrong, and nothing crashed; 1: something was or did; 2: bad input."""
+Exit code 0: every answer was right, or refused; 1: something was off or crashed; 2: bad input."""
 
 
 def add_parser(commands: Any) -> None:
@@ -63,7 +63,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--threads", metavar="N", help="of each contender's libraries (default: theirs)")
     parser.add_argument("--timeout", default="60", metavar="S", help="seconds for a call (default: %(default)s)")
     parser.add_argument("--jobs", default="1", metavar="N", help="contenders at a time (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PLACE", help="a results file; a folder if there are several NAMEs")
+    parser.add_argument(
+        "--json", type=Path, metavar="PLACE", help="a results file; a folder if there are several NAMEs"
+    )
     parser.set_defaults(run=run)
 
 
@@ -152,6 +154,7 @@ def _judged(name: str, options: Options, plan: Plan, place: Path | None) -> int:
 def _report(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {x}" for name, x in found["versions"].items())
     lines = [f"{found['contender']} on {found['device']}: {found['about']}" + (f" ({versions})" if versions else "")]
+    lines += [f"note: {note}" for note in found["notes"]]
     rows = [(r["feature"], r["pass"], results.counted(r)) for r in found["records"]]
     lines.append(_left(("feature", "pass", "calls"), rows))
     lines += [_fault(found, fault) for fault in found["faults"]]
@@ -162,7 +165,9 @@ def _report(found: Mapping[str, Any]) -> str:
 def _left(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table whose every column stands to the left."""
     widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
-    return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in (header, *rows))
+    return "\n".join(
+        "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
+    )
 
 
 def _fault(found: Mapping[str, Any], fault: Mapping[str, Any]) -> str:
@@ -200,7 +205,11 @@ def _single(args: argparse.Namespace, options: Options, plan: Plan) -> int:
         print(f"{name}, {heard.what}: {call.describe()}")
         print(f"{found.verdict}{f': {found}' if str(found) else ''}")
         if said is not None:
-            print(table(("result", "largest error", "allowed", "at", "found", "expected"), _numbers(args.only, said.answer)))
+            print(
+                table(
+                    ("result", "largest error", "allowed", "at", "found", "expected"), _numbers(args.only, said.answer)
+                )
+            )
         if found.differs:
             print(f"other bits the second time: {', '.join(found.differs)}")
         worst = max(worst, int(found.verdict != RIGHT or bool(found.differs)))
@@ -209,7 +218,7 @@ def _single(args: argparse.Namespace, options: Options, plan: Plan) -> int:
 
 def _numbers(call: str, answer: Mapping[str, Array]) -> list[tuple[str, ...]]:
     """Of each result the place that is furthest off."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for what, got in answer.items():
         want, values = truth(call).expected[what], arrays.widen(arrays.as_numpy(got), np.float64)
         if values.shape != want.exact.shape or not values.size:
@@ -219,5 +228,7 @@ def _numbers(call: str, answer: Mapping[str, Array]) -> list[tuple[str, ...]]:
             off = np.where(values == want.exact, 0, np.abs(values - want.exact))
         at = np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape)
         place = ", ".join(str(int(i)) for i in at)
-        rows.append((what, f"{off[at]:.3g}", f"{want.limit:.3g}", f"[{place}]", f"{values[at]:.6g}", f"{want.exact[at]:.6g}"))
+        rows.append(
+            (what, f"{off[at]:.3g}", f"{want.limit:.3g}", f"[{place}]", f"{values[at]:.6g}", f"{want.exact[at]:.6g}")
+        )
     return rows

@@ -113,12 +113,10 @@ def inputs(call: Call) -> Inputs:
     if call.inputs == "shifted":
         k = k + 8
     mask, bias = _mask(rng, call), _bias(rng, call)
-    return Inputs(
-        *(arrays.narrow(x, call.dtype) for x in (q * call.magnified, k, v, d_out)),
-        mask, None if bias is None else arrays.narrow(bias, call.dtype),
-        (2.0 ** -rng.integers(1, 6, call.heads)).astype(np.float32) if call.alibi else None,
-        np.sort(rng.integers(0, 3, call.n_k)).astype(np.int32) if call.documents else None,
-    )  # fmt: skip
+    slopes = (2.0 ** -rng.integers(1, 6, call.heads)).astype(np.float32) if call.alibi else None
+    ids = np.sort(rng.integers(0, 3, call.n_k)).astype(np.int32) if call.documents else None
+    q, k, v, d_out = (np.ascontiguousarray(arrays.narrow(x, call.dtype)) for x in (q * call.magnified, k, v, d_out))
+    return Inputs(q, k, v, d_out, mask, None if bias is None else arrays.narrow(bias, call.dtype), slopes, ids)
 
 
 def _normal(rng: np.random.Generator, call: Call, heads: int, n: int, d: int) -> Array:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -26,7 +26,7 @@ class Says:
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     without_keys: str = ""  # what a row without keys gives, where that is not 0
     unordered: bool = False  # its documentation promises no determinism of gradients
-    notes: Mapping[str, str] = field(default_factory=dict)  # on features: where its documentation differs from ours
+    notes: tuple[str, ...] = ()  # for a reader of its results
 
 
 class Contender(ABC):
@@ -91,7 +91,8 @@ def find(name: str, causal: str = "bottom right", dtypes: tuple[str, ...] = ()) 
     found = own or next((c for c in _all() if c.name == name), None)
     if found is None:
         raise UnknownContenderError(
-            f"expected one of {', '.join(known())}, a kernel such as cuda/tiled, or MODULE:FUNCTION of your own, got {name!r}"
+            f"expected one of {', '.join(known())}, a kernel such as cuda/tiled, or MODULE:FUNCTION of your own, "
+            f"got {name!r}"
         )
     return found
 

@@ -12,6 +12,7 @@ from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.referee.calls import Call, Inputs
 from tilewise.referee.contender import CAUSAL, TOP_LEFT, Answer, Contender, Says, absent
+from tilewise.referee.verdict import NAN
 
 
 class Runtime(Contender):
@@ -70,23 +71,37 @@ class MultiHead(Runtime):
 
     def session(self, call: Call, given: Mapping[str, Array]) -> Callable[[], Array]:
         options = {"num_heads": call.heads, "unidirectional": int(bool(call.causal)), "scale": call.scale}
-        named = {name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in given.items() if name != "mask"}
+        named = {
+            name: x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1) for name, x in given.items() if name != "mask"
+        }
         if "mask" in given:
             bias = given["mask"]
-            named |= {"": np.zeros(0), " ": np.zeros(0), "mask": np.broadcast_to(bias, (*bias.shape[:2], call.n_q, call.n_k))}
-        run = _onnx("MultiHeadAttention", {k: v for k, v in options.items() if v is not None}, named, (1, "com.microsoft"))
+            named |= {
+                "": np.zeros(0),
+                " ": np.zeros(0),
+                "mask": np.broadcast_to(bias, (*bias.shape[:2], call.n_q, call.n_k)),
+            }
+        run = _onnx(
+            "MultiHeadAttention", {k: v for k, v in options.items() if v is not None}, named, (1, "com.microsoft")
+        )
         shape = (call.batch, call.n_q, call.heads, call.d_v)
         return lambda: run().reshape(shape).swapaxes(1, 2)
 
 
-def _onnx(operator: str, options: dict[str, Any], given: Mapping[str, Array], of: tuple[int, str]) -> Callable[[], Array]:
+def _onnx(
+    operator: str, options: dict[str, Any], given: Mapping[str, Array], of: tuple[int, str]
+) -> Callable[[], Array]:
     """A model of one operator; a name of spaces is an input that is left out."""
     import onnxruntime
     from onnx import TensorProto, helper
 
     version, domain = of
     there = {name: np.ascontiguousarray(x) for name, x in given.items() if name.strip()}
-    types = {np.dtype(np.float32): TensorProto.FLOAT, np.dtype(np.float16): TensorProto.FLOAT16, np.dtype(bool): TensorProto.BOOL}
+    types = {
+        np.dtype(np.float32): TensorProto.FLOAT,
+        np.dtype(np.float16): TensorProto.FLOAT16,
+        np.dtype(bool): TensorProto.BOOL,
+    }
     described = [helper.make_tensor_value_info(name, types[x.dtype], x.shape) for name, x in there.items()]
     out = helper.make_tensor_value_info("out", types[there["q"].dtype], None)
     node = helper.make_node(operator, [name.strip() for name in given], ["out"], domain=domain, **options)
@@ -95,11 +110,16 @@ def _onnx(operator: str, options: dict[str, Any], given: Mapping[str, Array], of
     quiet = onnxruntime.SessionOptions()
     quiet.log_severity_level = 4
     session = onnxruntime.InferenceSession(model.SerializeToString(), quiet, providers=["CPUExecutionProvider"])
-    return lambda: session.run(None, there)[0]  # type: ignore[no-any-return]
+
+    def run() -> Array:
+        found: Array = session.run(None, there)[0]
+        return found
+
+    return run
 
 
 class OpenVino(Runtime):
-    """With the precision that the model is in; its mask is ignored beside causal, as it says."""
+    """Its mask is ignored beside causal, and rows without keys are NaN, as its pseudo-code says."""
 
     name, modules = "openvino", ("openvino",)
 
@@ -108,14 +128,20 @@ class OpenVino(Runtime):
         return "OpenVINO, operator ScaledDotProductAttention-13 on the CPU"
 
     def says(self, device: str) -> Says:
-        return Says(frozenset((CAUSAL, TOP_LEFT, "mask", "bias", "scale")), ("float32", "float16", "bfloat16"))
+        told = (
+            "the precision hint is the type of the inputs; its default takes bfloat16 for float32 on CPUs that have it"
+        )
+        arguments = frozenset((CAUSAL, TOP_LEFT, "mask", "bias", "scale"))
+        return Says(arguments, ("float32", "float16", "bfloat16"), without_keys=NAN, notes=(told,))
 
     def session(self, call: Call, given: Mapping[str, Array]) -> Callable[[], Array]:
         import openvino as ov
         from openvino import opset13 as ops
 
         kinds = {"float32": ov.Type.f32, "float16": ov.Type.f16, "bfloat16": ov.Type.bf16, "bool": ov.Type.boolean}
-        inputs = {name: ops.parameter(list(x.shape), kinds[arrays.dtype_name(x)], name=name) for name, x in given.items()}
+        inputs = {
+            name: ops.parameter(list(x.shape), kinds[arrays.dtype_name(x)], name=name) for name, x in given.items()
+        }
         of_inputs = list(inputs.values())
         if call.scale is not None:
             if "mask" not in inputs:  # the scale is the input behind the mask
@@ -124,7 +150,10 @@ class OpenVino(Runtime):
         found = ops.scaled_dot_product_attention(*of_inputs, causal=bool(call.causal))
         wide = ops.convert(found, "f32")  # which holds every number of the halves
         model = ov.Model([wide], list(inputs.values()))
-        compiled = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": kinds[call.dtype]})
+        core = ov.Core()
+        native = call.dtype != "float16" or "FP16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+        hint = kinds[call.dtype if native else "float32"]  # a hint that the processor lacks means bfloat16
+        compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": hint})
         request = compiled.create_infer_request()
         fed = {name: _shared(ov, x, kinds[arrays.dtype_name(x)]) for name, x in given.items()}
 

@@ -56,7 +56,8 @@ def parse(name: str) -> Call:
     known = len(parts) == 5 and parts[0] in FEATURES and parts[1] in arrays.FLOAT_DTYPES and parts[2] in PASSES
     if not known or not (parts[3].isdigit() and parts[4].isdigit() and int(parts[3]) > 0):
         raise ValueError(
-            f"expected the id of a call, FEATURE/DTYPE/PASS/SIZE/SEED, such as causal/float32/gradients/48/0, got {name!r}"
+            "expected the id of a call, FEATURE/DTYPE/PASS/SIZE/SEED, such as causal/float32/gradients/48/0, "
+            f"got {name!r}"
         )
     return draw(parts[0], parts[1], parts[2], int(parts[3]), int(parts[4]))
 

@@ -77,7 +77,9 @@ class Xformers(TorchContender):
             bias = bias.expand(call.batch, call.heads, call.n_q, call.n_k)
         elif call.causal:
             bottom_right = call.causal == "bottom right" and not call.square
-            bias = ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if bottom_right else ops.LowerTriangularMask()
+            bias = (
+                ops.fmha.attn_bias.LowerTriangularFromBottomRightMask() if bottom_right else ops.LowerTriangularMask()
+            )
 
         def run() -> Any:
             q, k, v = (y.transpose(1, 2) for y in (x.q, x.k, x.v))

@@ -43,7 +43,7 @@ class Jax(Contender):
 
     def says(self, device: str) -> Says:
         dtypes = HALF if self.implementation == "cudnn" else (*HALF, "float32")
-        notes = {} if device == "cpu" else {"type float32": "JAX multiplies in TF32 on GPUs unless asked for more"}
+        notes = () if device == "cpu" else ("JAX multiplies float32 in TF32 on GPUs, unless asked for more precision",)
         return Says(_SAYS, dtypes, unordered=device != "cpu", notes=notes)
 
     def prepare(self, call: Call, given: Inputs, device: str) -> Callable[[], Answer]:

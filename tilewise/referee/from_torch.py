@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+from tilewise.arrays import FLOAT_DTYPES
 from tilewise.bench.refusal import RefusedError
 from tilewise.referee.calls import Call
 from tilewise.referee.contender import CAUSAL, HALF, TOP_LEFT, Says
@@ -41,17 +42,22 @@ class Sdpa(TorchContender):
 
     def says(self, device: str) -> Says:
         # The softmax of its documentation's reference code is NaN where every score is -inf.
-        documented = {"without_keys": NAN, "unordered": device != "cpu"}
         if device != "cpu" and self.backend in ("flash", "cudnn"):
-            return Says(_SDPA, HALF, **documented)
-        dtypes = (*HALF, "float32") if self.backend == "efficient" else (*HALF, "float32", "float64")
-        return Says(_SDPA, dtypes, **documented)
+            dtypes: tuple[str, ...] = HALF
+        else:
+            dtypes = (*HALF, "float32") if self.backend == "efficient" else FLOAT_DTYPES
+        return Says(_SDPA, dtypes, without_keys=NAN, unordered=device != "cpu")
 
     def attend(self, call: Call, x: Tensors) -> Callable[[], Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-        chosen = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "cudnn": "CUDNN_ATTENTION", "math": "MATH"}
+        chosen = {
+            "flash": "FLASH_ATTENTION",
+            "efficient": "EFFICIENT_ATTENTION",
+            "cudnn": "CUDNN_ATTENTION",
+            "math": "MATH",
+        }
         options: dict[str, Any] = {"scale": call.scale, "is_causal": bool(call.causal)}
         options["attn_mask"] = x.bias if x.mask is None else x.mask
         if call.heads != call.heads_k:
@@ -88,7 +94,9 @@ class Flex(TorchContender):
 
     @property
     def about(self) -> str:
-        return "torch.nn.attention.flex_attention, " + ("under torch.compile" if self.compiled else "without a compiler")
+        return "torch.nn.attention.flex_attention, " + (
+            "under torch.compile" if self.compiled else "without a compiler"
+        )
 
     def says(self, device: str) -> Says:
         dtypes = (*HALF, "float32") if self.compiled else (*HALF, "float32", "float64")
@@ -102,7 +110,12 @@ class Flex(TorchContender):
         seen, score = _mask_mod(call, x), _score_mod(call, x)
         sizes = (call.batch, call.heads, call.n_q, call.n_k)
         blocks = None if seen is None else create_block_mask(seen, *sizes, device=str(x.q.device))
-        options = {"scale": call.scale, "score_mod": score, "block_mask": blocks, "enable_gqa": call.heads != call.heads_k}
+        options = {
+            "scale": call.scale,
+            "score_mod": score,
+            "block_mask": blocks,
+            "enable_gqa": call.heads != call.heads_k,
+        }
         function = flex_attention
         if self.compiled:
             torch.compiler.reset()  # or the shapes of other calls would count against the limit of compilations

@@ -63,7 +63,9 @@ def as_tensor(x: Array, layout: str, device: str) -> Any:
     if layout != FAR:  # of which only pages that are touched take memory
         room.fill_(float("nan"))
     made = room.as_strided(x.shape, at.strides, at.first)
-    written = tuple(slice(None) if stride or size == 1 else slice(1) for stride, size in zip(at.strides, x.shape, strict=True))
+    written = tuple(
+        slice(None) if stride or size == 1 else slice(1) for stride, size in zip(at.strides, x.shape, strict=True)
+    )
     made[written].copy_(small[written])
     return made
 

@@ -12,7 +12,7 @@ from tilewise.referee import layouts
 from tilewise.referee.calls import TOP_LEFT, Call, Inputs
 from tilewise.referee.contender import Answer, Says
 from tilewise.referee.contender import Contender as Base
-from tilewise.referee.tensors import TorchContender, Tensors
+from tilewise.referee.tensors import Tensors, TorchContender
 from tilewise.variants.alibi import alibi
 from tilewise.variants.bias import bias
 from tilewise.variants.causal import causal

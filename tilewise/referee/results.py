@@ -33,6 +33,7 @@ def results(trial: Trial, heard: Sequence[Heard], faults: Sequence[Heard], machi
         "about": about.about,
         "ours": about.ours,
         "unordered": trial.says.unordered,
+        "notes": list(trial.says.notes),
         "device": trial.options.device,
         "versions": about.versions,
         "options": {"calls": plan.count, "seed": plan.seed, "large": plan.large},
@@ -71,7 +72,7 @@ def mark(records: Iterable[Record]) -> str:
 
 
 def counted(record: Record) -> str:
-    """"7 right, 1 wrong": everything that was said of a feature and pass."""
+    """ "7 right, 1 wrong": everything that was said of a feature and pass."""
     told = [f"{record[name]} {name}" for name in VERDICTS if record[name] and name != NOT_ASKED]
     if record["not deterministic"]:
         told.append(f"{record['not deterministic']} not deterministic")

@@ -29,7 +29,9 @@ class Tensors:
 def tensors(call: Call, given: Inputs, device: str) -> Tensors:
     """In the call's layout; what learns requires a gradient."""
     laid = [layouts.as_tensor(x, call.layout, device) for x in (given.q, given.k, given.v, given.d_out)]
-    plain = [None if x is None else arrays.as_tensor(x).to(device) for x in (given.mask, given.bias, given.slopes, given.ids)]
+    plain = [
+        None if x is None else arrays.as_tensor(x).to(device) for x in (given.mask, given.bias, given.slopes, given.ids)
+    ]
     made = Tensors(*laid, *plain)
     for x in learned(call, made):
         x.requires_grad_()

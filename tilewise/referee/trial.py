@@ -58,7 +58,11 @@ class Plan:
     timeout: float = 60.0
 
     def chosen(self) -> list[Feature]:
-        return [f for f in FEATURES.values() if (not f.large or self.large) and (not self.features or f.slug in self.features)]
+        return [
+            f
+            for f in FEATURES.values()
+            if (not f.large or self.large) and (not self.features or f.slug in self.features)
+        ]
 
     def calls(self, says: Says) -> Iterator[list[Call]]:
         """A list of calls for each feature and pass: sizes and types change from one to the next."""
@@ -77,7 +81,9 @@ class Plan:
 class Trial:
     """One contender, in as many processes, one after the other, as it takes."""
 
-    def __init__(self, name: str, options: Options, plan: Plan, progress: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, name: str, options: Options, plan: Plan, progress: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.name, self.options, self.plan, self.progress = name, options, plan, progress
         self._child: Child | None = None
 

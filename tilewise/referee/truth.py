@@ -1,14 +1,15 @@
 """What a call should give: dense attention and its gradients in float64, and how far from it a contender may be.
 
-Nothing of the kernels is used, nor of tilewise's expressions and reference: arrays of booleans and floats, matrix products
-and exp. The limit is the contract's: twice the error of the same computation done densely in the call's precision, and a
-band.
+Nothing of the kernels is used, nor of tilewise's expressions and reference: arrays of booleans and floats, matrix
+products and exp. The limit is the contract's: twice the error of the same computation done densely in the call's
+precision, and a band. Gradients have one more: a few roundings of the terms that cancel, or a row with one key, whose
+gradient is exactly 0, would have to be computed in our order of operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +32,7 @@ class Truth:
     expected: dict[str, Expected]
     empty: Array
     mean: Array  # of all values, for each row: what a finite -inf makes of a row without keys
+    ordinary: bool  # numbers of size 1, so that errors tell which precision was computed with
 
 
 @lru_cache(maxsize=16)
@@ -40,16 +42,30 @@ def truth(name: str) -> Truth:
     given = inputs(call)
     wide = np.longdouble if call.dtype == "float64" else np.float64
     with np.errstate(over="ignore", invalid="ignore"):
-        exact, empty = _attention(call, given, wide, lambda x: x)
-        dense, _ = _attention(call, given, *_same_precision(call.dtype))
+        exact, empty, terms = _attention(call, given, wide, lambda x: x)
+        dense, _, _ = _attention(call, given, *_same_precision(call.dtype))
     saved = _rounding_of_lse(call, exact["lse"]) if call.backward else 0.0
-    made = {
-        what: expected(what, call.dtype, call.dtype, want, dense[what], 0.0 if what in ("out", "lse") else saved)
-        for what, want in exact.items()
-    }
+    made = {}
+    for what, want in exact.items():
+        limited = expected(what, call.dtype, call.dtype, want, dense[what], 0.0 if what in ("out", "lse") else saved)
+        made[what] = replace(limited, limit=limited.limit + _of_terms(call, given, what, terms))
     values = np.repeat(arrays.widen(given.v, np.float64), call.heads // call.heads_k, axis=1)
     mean = values.mean(axis=2, keepdims=True) if call.n_k else np.zeros((call.batch, call.heads, 1, call.d_v))
-    return Truth(made, empty, np.broadcast_to(mean, exact["out"].shape))
+    ordinary = call.magnified == 1 and call.inputs == "normal"
+    return Truth(made, empty, np.broadcast_to(mean, exact["out"].shape), ordinary)
+
+
+def _of_terms(call: Call, given: Inputs, what: str, terms: float) -> float:
+    """Eight roundings of the largest term: p (d_out v - delta) is a difference, which may be 0."""
+    if what not in ("d_q", "d_k", "d_bias"):
+        return 0.0
+    factor = {"d_q": given.k, "d_k": given.q}.get(what)
+    largest = 1.0 if factor is None else abs(call.effective_scale) * _largest(arrays.widen(factor, np.float64))
+    return 8 * ROUNDING[str(arrays.compute_dtype(call.dtype))] * largest * terms
+
+
+def _largest(x: Array) -> float:
+    return float(np.abs(x).max(initial=0))
 
 
 def _same_precision(dtype: str) -> tuple[Any, Store]:
@@ -64,8 +80,8 @@ def _rounding_of_lse(call: Call, lse: Array) -> float:
     return ROUNDING[str(arrays.compute_dtype(call.dtype))] * float(np.abs(lse[np.isfinite(lse)]).max(initial=0))
 
 
-def _attention(call: Call, given: Inputs, dtype: Any, store: Store) -> tuple[Results, Array]:
-    """Results by name, and the rows that see no key."""
+def _attention(call: Call, given: Inputs, dtype: Any, store: Store) -> tuple[Results, Array, float]:
+    """Results by name; the rows that see no key; the largest p (d_out v), of which gradients are differences."""
     q, k, v, d_out = (arrays.widen(x, dtype) for x in (given.q, given.k, given.v, given.d_out))
     group = call.heads // call.heads_k
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
@@ -81,12 +97,13 @@ def _attention(call: Call, given: Inputs, dtype: Any, store: Store) -> tuple[Res
         s = s + arrays.widen(given.bias, dtype)
     s = np.where(visible(call, given), s, dtype(-np.inf))
     p, lse = _softmax(s)
-    found = {"out": store(store(p) @ v), "lse": lse}
+    found, terms = {"out": store(store(p) @ v), "lse": lse}, 0.0
     if call.backward:
         if np.dtype(dtype).itemsize < 8:  # only out and lse are kept, so that weights come from a rounded lse
             p = np.exp(s - np.where(lse == -np.inf, 0, lse)[..., None]).astype(dtype)
         delta = np.sum(d_out * store(store(p) @ v), axis=-1, keepdims=True)
-        d_score = p * (d_out @ v.swapaxes(-1, -2) - delta)
+        d_p = d_out @ v.swapaxes(-1, -2)
+        d_score, terms = p * (d_p - delta), _largest(p * d_p)
         d_s = store(d_score if slope is None else d_score * slope)
         found["d_q"] = store(scale * (d_s @ k))
         found["d_k"] = store(_per_key_head(scale * (d_s.swapaxes(-1, -2) @ q), group))
@@ -94,7 +111,7 @@ def _attention(call: Call, given: Inputs, dtype: Any, store: Store) -> tuple[Res
         if call.bias_gradient and given.bias is not None:
             axes = tuple(i for i, n in enumerate(given.bias.shape) if n == 1)
             found["d_bias"] = store(d_score.sum(axis=axes, keepdims=True))
-    return found, lse == -np.inf
+    return found, lse == -np.inf, terms
 
 
 def visible(call: Call, given: Inputs) -> Array:
