@@ -128,9 +128,23 @@ def test_ours_are_right_and_sdpa_runs(name: str) -> None:
 
 def test_several_contenders_have_a_file_each(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     names = ("sdpa", f"{FAKES}:right")
-    options = ("--calls", "1", "--features", "plain", "--jobs", "2", "--json", str(tmp_path / "judge"))
+    options = (
+        "--calls",
+        "1",
+        "--features",
+        "plain,causal",
+        "--jobs",
+        "2",
+        "--split",
+        "2",
+        "--json",
+        str(tmp_path / "judge"),
+    )
     assert _run(capsys, "judge", *names, *options)[0] == 0
     assert sorted(x.name for x in (tmp_path / "judge").iterdir()) == ["sdpa.json", "tests.fake_attention-right.json"]
+    found = json.loads((tmp_path / "judge" / "sdpa.json").read_text())
+    asked = [(r["feature"], r["pass"]) for r in found["records"]]
+    assert asked == [(f, p) for f in ("plain", "causal") for p in ("forward", "gradients")], "as one process tells it"
     assert _run(capsys, "judge", *names, "--json", str(tmp_path / "one.json"))[::2] == (
         2, f"tilewise: --json: expected a folder for several contenders, got '{tmp_path / 'one.json'}'\n"
     )  # fmt: skip

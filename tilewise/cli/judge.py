@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from tilewise.referee import contender, results
 from tilewise.referee.calls import PASSES
 from tilewise.referee.court import Options
 from tilewise.referee.features import FEATURES, parse
+from tilewise.referee.session import Judged, sessions
 from tilewise.referee.trial import Plan, Trial
 from tilewise.referee.truth import truth
 from tilewise.referee.verdict import CRASHED, INEXACT, RIGHT, WRONG
@@ -62,7 +62,10 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--threads", metavar="N", help="of each contender's libraries (default: theirs)")
     parser.add_argument("--timeout", default="60", metavar="S", help="seconds for a call (default: %(default)s)")
-    parser.add_argument("--jobs", default="1", metavar="N", help="contenders at a time (default: %(default)s)")
+    parser.add_argument("--jobs", default="1", metavar="N", help="processes at a time (default: %(default)s)")
+    parser.add_argument(
+        "--split", default="1", metavar="N", help="processes that share a contender's features (default: %(default)s)"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="PLACE", help="a results file; a folder if there are several NAMEs"
     )
@@ -84,10 +87,12 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"NAME: {error}") from None
     if args.only is not None:
         return _single(args, options, plan)
-    places = _places(args)
-    with ThreadPoolExecutor(whole("jobs", args.jobs)) as pool:
-        done = list(pool.map(lambda name: _judged(name, options, plan, places.get(name)), args.names))
-    return max(done)
+    places, worst = _places(args), 0
+    jobs, split = whole("jobs", args.jobs), whole("split", args.split)
+    for judged in sessions(args.names, options, plan, jobs, split, progress):
+        progress()
+        worst = max(worst, _told(judged, options, plan, places.get(judged.name)))
+    return worst
 
 
 def _options(args: argparse.Namespace) -> tuple[Options, Plan]:
@@ -122,10 +127,7 @@ def _file(name: str) -> str:
 def _list(args: argparse.Namespace) -> int:
     print(f"contenders on {args.device}; besides them any kernel by its name, and MODULE:FUNCTION of your own")
     for name, about in contender.known().items():
-        progress(f"looking for {name}")
-        with Trial(name, Options(args.device), Plan()) as trial:
-            reason = trial.introduction.missing
-        progress()
+        reason = contender.find(name).missing(args.device)
         print(f"  {'✓' if reason is None else '✗'} {name:22} {about if reason is None else reason}")
     print("\nfeatures")
     for slug, feature in FEATURES.items():
@@ -133,14 +135,12 @@ def _list(args: argparse.Namespace) -> int:
     return 0
 
 
-def _judged(name: str, options: Options, plan: Plan, place: Path | None) -> int:
-    with Trial(name, options, plan, progress) as trial:
-        if trial.introduction.missing is not None:
-            print(f"{name}: not here: {trial.introduction.missing}")
-            return 2
-        heard, faults = trial.run()
-        progress()
-        found = results.results(trial, heard, faults, machine.describe(options.device, options.threads))
+def _told(judged: Judged, options: Options, plan: Plan, place: Path | None) -> int:
+    """The report of a contender, printed and kept; the exit code for it."""
+    if judged.introduction.missing is not None:
+        print(f"{judged.name}: not here: {judged.introduction.missing}")
+        return 2
+    found = results.results(judged, options, plan, machine.describe(options.device, options.threads))
     if place is not None:
         place.write_text(json.dumps(found, indent=1) + "\n")
     print(_report(found))

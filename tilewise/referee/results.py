@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewise.bench.stamp import stamp
+from tilewise.referee.court import Options
 from tilewise.referee.features import FEATURES
-from tilewise.referee.trial import Heard, Trial
+from tilewise.referee.session import Judged
+from tilewise.referee.trial import Heard, Plan
 from tilewise.referee.verdict import CRASHED, INEXACT, NOT_ASKED, OTHERWISE, REFUSED, RIGHT, VERDICTS, WRONG
 
 SCHEMA = "tilewise judge 1"
@@ -22,24 +24,24 @@ MARKS = {
 }  # fmt: skip
 
 
-def results(trial: Trial, heard: Sequence[Heard], faults: Sequence[Heard], machine: dict[str, Any]) -> dict[str, Any]:
-    about, plan = trial.introduction, trial.plan
+def results(judged: Judged, options: Options, plan: Plan, machine: dict[str, Any]) -> dict[str, Any]:
+    about = judged.introduction
     groups: dict[tuple[str, str], list[Heard]] = {}
-    for x in heard:
+    for x in judged.heard:
         groups.setdefault((x.feature, x.what), []).append(x)
     return {
         "schema": SCHEMA,
-        "contender": trial.name,
+        "contender": judged.name,
         "about": about.about,
         "ours": about.ours,
-        "unordered": trial.says.unordered,
-        "notes": list(trial.says.notes),
-        "device": trial.options.device,
+        "unordered": about.says is not None and about.says.unordered,
+        "notes": [] if about.says is None else list(about.says.notes),
+        "device": options.device,
         "versions": about.versions,
         "options": {"calls": plan.count, "seed": plan.seed, "large": plan.large},
         **stamp(machine),
         "records": [_record(*name, found) for name, found in groups.items()],
-        "faults": [_fault(x) for x in faults],
+        "faults": [_fault(x) for x in judged.faults],
     }
 
 

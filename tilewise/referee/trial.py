@@ -23,6 +23,7 @@ _SMALLER = (2, 3, 4, 8, 16, 32)  # sizes in which a fault is looked for again, a
 _SEEDS = 3
 _CRASHES = 2  # of a feature and pass, after which it is asked no more; and tries to make a crash smaller
 _GPU_LOST = ("CUDA error", "AcceleratorError", "illegal memory access", "device-side assert", "CUDA_ERROR")
+_SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # or JAX takes three quarters of its memory
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class Plan:
             for f in FEATURES.values()
             if (not f.large or self.large) and (not self.features or f.slug in self.features)
         ]
+
+    def parts(self, count: int) -> list[Plan]:
+        """This plan in so many, which have its features among them."""
+        slugs = [f.slug for f in self.chosen()]
+        return [replace(self, features=part) for i in range(count) if (part := tuple(slugs[i::count]))]
 
     def calls(self, says: Says) -> Iterator[list[Call]]:
         """A list of calls for each feature and pass: sizes and types change from one to the next."""
@@ -161,7 +167,8 @@ class Trial:
     # -- its process ---------------------------------------------------------------------------------------------------
     def _ask(self, method: str, *args: object, timeout: float) -> Any:
         if self._child is None:
-            self._child = Child(COURT, self.name, self.options, env=thread_variables(self.options.threads))
+            env = {**thread_variables(self.options.threads), **_SHARED_GPU}
+            self._child = Child(COURT, self.name, self.options, env=env)
             if method != "introduce":  # a new process imports its library first, which is not the call's time
                 self._child.ask("introduce", timeout=START)
         return self._child.ask(method, *args, timeout=timeout)
