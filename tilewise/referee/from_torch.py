@@ -100,7 +100,7 @@ class Flex(TorchContender):
 
     def says(self, device: str) -> Says:
         dtypes = (*HALF, "float32") if self.compiled else (*HALF, "float32", "float64")
-        arguments = _FLEX - {"gradients", "gradients of the bias"} if device == "cpu" and self.compiled else _FLEX
+        arguments = _FLEX - {"gradients", "gradients of the bias"} if device == "cpu" else _FLEX
         return Says(arguments, dtypes)
 
     def attend(self, call: Call, x: Tensors) -> Callable[[], Any]:
