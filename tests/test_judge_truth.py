@@ -70,7 +70,7 @@ def test_layouts_hold_the_numbers_and_nothing_else(layout: str) -> None:
     strided = layouts.as_array(x, layout)
     assert np.array_equal(strided, x)
     torch = pytest.importorskip("torch")
-    tensor = layouts.as_tensor(x, layout, "cpu")
+    (tensor,) = layouts.as_tensors([x], layout, "cpu")
     assert torch.equal(tensor, torch.from_numpy(x.copy()))
     assert tuple(step * 4 for step in tensor.stride()) == strided.strides
     if layout == "one element in":
@@ -123,3 +123,11 @@ def test_visible_is_what_alignments_say() -> None:
     seen = visible(call, inputs(call))[0, 0]
     assert seen[-1].all() and not seen[0, -1] and seen[0, : call.n_k - call.n_q + 1].all()
     assert arrays.as_numpy(seen).sum() == sum(call.n_k - call.n_q + 1 + i for i in range(call.n_q))
+
+
+def test_far_heads_are_far_and_share_their_memory() -> None:
+    torch = pytest.importorskip("torch")
+    x = np.arange(2 * 4 * 8, dtype=np.float16).reshape(1, 2, 4, 8)
+    one, other = layouts.as_tensors([x, x + 1], layouts.FAR, "cpu")
+    assert torch.equal(one, torch.from_numpy(x)) and torch.equal(other, torch.from_numpy(x + 1))
+    assert one.stride(1) > 2**31 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tilewise import arrays
+from tilewise.arrays import FLOAT_DTYPES
 from tilewise.referee.calls import BOTTOM_RIGHT, PASSES, TOP_LEFT, Call
 from tilewise.referee.layouts import FAR
 
@@ -246,6 +247,6 @@ _ALL = (
     *(Feature(f"type {dtype}", "q, k and v of this type", _only(), dtypes=(dtype,), sizes=(48, 200))
       for dtype in arrays.FLOAT_DTYPES),
     Feature("long rows", "512 to 1,024 keys, run five times", _long, sizes=(512, 1024), repeats=5),
-    Feature("far heads", FAR, _strided(FAR), sizes=(48,), large=True),
+    Feature("far heads", FAR, _strided(FAR), dtypes=FLOAT_DTYPES[:3], sizes=(48,), large=True),
 )  # fmt: skip
 FEATURES = {feature.slug: feature for feature in _ALL}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -54,19 +55,35 @@ def place(layout: str, shape: tuple[int, ...]) -> Place:
     return Place(prod(shape), 0, (h * n * d, n * d, d, 1))
 
 
-def as_tensor(x: Array, layout: str, device: str) -> Any:
-    """A tensor of these numbers that lies so. What is not part of it is NaN, so that a read beyond it shows."""
+def as_tensors(given: Sequence[Array], layout: str, device: str) -> list[Any]:
+    """Tensors of these numbers that lie so. What is not part of them is NaN, so that a read beyond them shows.
+
+    Far ones share their memory, gigabytes of which only the pages that are touched are taken on a CPU.
+    """
     import torch
 
-    at, small = place(layout, x.shape), arrays.as_tensor(np.ascontiguousarray(x)).to(device)
-    room = torch.empty(at.room, dtype=small.dtype, device=device)
-    if layout != FAR:  # of which only pages that are touched take memory
-        room.fill_(float("nan"))
-    made = room.as_strided(x.shape, at.strides, at.first)
-    written = tuple(
-        slice(None) if stride or size == 1 else slice(1) for stride, size in zip(at.strides, x.shape, strict=True)
-    )
-    made[written].copy_(small[written])
+    small = [arrays.as_tensor(np.ascontiguousarray(x)).to(device) for x in given]
+    places = [place(layout, x.shape) for x in given]
+    if layout != FAR:
+        rooms = [
+            torch.full((at.room,), float("nan"), dtype=x.dtype, device=device)
+            for at, x in zip(places, small, strict=True)
+        ]
+        return [_written(x, room, at, at.first) for x, room, at in zip(small, rooms, places, strict=True)]
+    gap = _aligned(max(x.size for x in given))
+    shared = torch.empty(len(given) * gap + max(at.room for at in places), dtype=small[0].dtype, device=device)
+    return [_written(x, shared, at, i * gap) for i, (x, at) in enumerate(zip(small, places, strict=True))]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
+
+
+def _written(x: Any, room: Any, at: Place, first: int) -> Any:
+    made = room.as_strided(x.shape, at.strides, first)
+    strides = zip(at.strides, x.shape, strict=True)
+    once = tuple(slice(None) if stride or size == 1 else slice(1) for stride, size in strides)
+    made[once].copy_(x[once])
     return made
 
 

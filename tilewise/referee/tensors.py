@@ -28,7 +28,7 @@ class Tensors:
 
 def tensors(call: Call, given: Inputs, device: str) -> Tensors:
     """In the call's layout; what learns requires a gradient."""
-    laid = [layouts.as_tensor(x, call.layout, device) for x in (given.q, given.k, given.v, given.d_out)]
+    laid = layouts.as_tensors((given.q, given.k, given.v, given.d_out), call.layout, device)
     plain = [
         None if x is None else arrays.as_tensor(x).to(device) for x in (given.mask, given.bias, given.slopes, given.ids)
     ]
