@@ -11,8 +11,10 @@ import pytest
 from tests.test_cli import _run
 from tilewise.referee import contender, results
 from tilewise.referee.court import Options
-from tilewise.referee.features import FEATURES
+from tilewise.referee.features import FEATURES, parse
+from tilewise.referee.program import program
 from tilewise.referee.trial import Plan, Trial
+from tilewise.referee.truth import truth
 
 pytest.importorskip("torch")
 FAKES = "tests.fake_attention"
@@ -173,3 +175,23 @@ def test_the_list_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> No
     assert code == 0
     assert set(contender.known()) <= set(re.findall(r"^  [✓✗] (\S+)", out, re.MULTILINE))
     assert re.search(r"✗ xformers +.*pip install xformers", out)
+
+
+@pytest.mark.parametrize(
+    "call", ["mask/bfloat16/gradients/2/0", "bias-with-inf/float32/forward/3/0", "plain/float64/gradients/2/1"]
+)
+def test_a_call_as_a_program_shows_the_same_number(call: str, capsys: pytest.CaptureFixture[str]) -> None:
+    made, what = parse(call), "d_k" if "gradients" in call else "out"
+    place = (0, 0, 0, 1)
+    text = program(made, contender.find("sdpa/math").code(made), "cpu", what, place)
+    assert text is not None and "tilewise" not in text
+    exec(text, {})
+    shown, exact = float(capsys.readouterr().out), truth(call).expected[what]
+    assert shown == pytest.approx(float(exact.exact[place]), abs=exact.limit)
+    assert f"# float64 gives {float(exact.exact[place]):.6g}" in text
+
+
+def test_a_large_call_is_no_program() -> None:
+    for call in ("plain/float32/forward/200/0", "slices/float32/forward/2/0"):
+        assert program(parse(call), ["out = q"], "cpu", "out", (0, 0, 0, 0)) is None
+    assert program(parse("plain/float32/forward/2/0"), [], "cpu", "out", (0, 0, 0, 0)) is None

@@ -33,7 +33,8 @@ def trial(name: str, **more: Any) -> dict[str, Any]:
     ]  # fmt: skip
     fault = {
         "id": "plain/float32/gradients/2/0", "feature": "plain", "pass": "gradients", "dtype": "float32",
-        "call": "q (1)", "verdict": "wrong", "what": "d_k", "error": 1.0, "limit": 1e-6, "reason": "off by 1", "not deterministic": [],
+        "call": "q (1)", "verdict": "wrong", "what": "d_k", "error": 1.0, "limit": 1e-6, "reason": "off by 1",
+        "not deterministic": [],
     }  # fmt: skip
     return {
         "schema": results.SCHEMA, "contender": name, "about": "a function", "ours": False, "unordered": False,

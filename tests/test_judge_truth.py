@@ -62,7 +62,7 @@ def test_features_draw_what_they_say() -> None:
                 assert not truth(made(slug).id).empty.any(), slug
 
 
-@pytest.mark.parametrize("layout", [x for x in layouts.LAYOUTS if x != layouts.FAR])
+@pytest.mark.parametrize("layout", [x for x in layouts.LAYOUTS if x not in (layouts.FAR, layouts.LARGE)])
 def test_layouts_hold_the_numbers_and_nothing_else(layout: str) -> None:
     x = np.arange(2 * 3 * 4 * 8, dtype=np.float32).reshape(2, 3, 4, 8)
     if layout in layouts.EXPANDED:
@@ -131,3 +131,19 @@ def test_far_heads_are_far_and_share_their_memory() -> None:
     one, other = layouts.as_tensors([x, x + 1], layouts.FAR, "cpu")
     assert torch.equal(one, torch.from_numpy(x)) and torch.equal(other, torch.from_numpy(x + 1))
     assert one.stride(1) > 2**31 and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_large_arrays_are_judged_by_a_few_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that hold numbers lie where an offset of 32 bits would miss them."""
+    pytest.importorskip("torch")
+    from tilewise.referee.from_torch import Sdpa
+
+    monkeypatch.setattr(layouts, "BEYOND", 2**14)
+    call = draw("large-arrays", "bfloat16", "gradients", 16, 0)
+    heads, places = layouts.large_heads(call.n_q, call.d)
+    assert heads == 11 and places[-2] * call.n_q * call.d >= 2**14
+    (q,) = layouts.as_tensors([inputs(call).q], layouts.LARGE, "cpu")
+    assert q.shape == (1, 11, 16, 128) and q.is_contiguous() and q[:, 1 : places[1]].abs().max() == 0
+    answer = Sdpa("math").prepare(call, inputs(call), "cpu")()
+    assert answer["out"].shape == (1, 3, 16, 128)
+    assert verdict.judge(truth(call.id), answer).verdict == verdict.RIGHT

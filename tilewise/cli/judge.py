@@ -19,13 +19,14 @@ from tilewise.cli import UserError
 from tilewise.cli.bench_options import check_writable, names, whole
 from tilewise.cli.terminal import progress, table
 from tilewise.referee import contender, results
-from tilewise.referee.calls import PASSES
+from tilewise.referee.calls import PASSES, Call
 from tilewise.referee.court import Options
 from tilewise.referee.features import FEATURES, parse
+from tilewise.referee.program import program
 from tilewise.referee.session import Judged, sessions
 from tilewise.referee.trial import Plan, Trial
 from tilewise.referee.truth import truth
-from tilewise.referee.verdict import CRASHED, INEXACT, RIGHT, WRONG
+from tilewise.referee.verdict import CRASHED, INEXACT, RIGHT, WRONG, furthest
 
 _EXAMPLES = """examples:
   tilewise judge --list                          the contenders, and which of them are here
@@ -131,7 +132,8 @@ def _list(args: argparse.Namespace) -> int:
         print(f"  {'✓' if reason is None else '✗'} {name:22} {about if reason is None else reason}")
     print("\nfeatures")
     for slug, feature in FEATURES.items():
-        print(f"  {slug:26} {feature.about}{' (--large)' if feature.large else ''}")
+        special = " (--large, on GPUs)" if feature.on_gpu else " (--large)" if feature.large else ""
+        print(f"  {slug:26} {feature.about}{special}")
     return 0
 
 
@@ -205,13 +207,12 @@ def _single(args: argparse.Namespace, options: Options, plan: Plan) -> int:
         print(f"{name}, {heard.what}: {call.describe()}")
         print(f"{found.verdict}{f': {found}' if str(found) else ''}")
         if said is not None:
-            print(
-                table(
-                    ("result", "largest error", "allowed", "at", "found", "expected"), _numbers(args.only, said.answer)
-                )
-            )
+            head = ("result", "largest error", "allowed", "at", "found", "expected")
+            print(table(head, _numbers(args.only, said.answer)))
         if found.differs:
             print(f"other bits the second time: {', '.join(found.differs)}")
+        if said is not None and found.verdict != RIGHT and found.what in said.answer:
+            _show_program(name, args, call, found.what, said.answer[found.what])
         worst = max(worst, int(found.verdict != RIGHT or bool(found.differs)))
     return worst
 
@@ -224,11 +225,17 @@ def _numbers(call: str, answer: Mapping[str, Array]) -> list[tuple[str, ...]]:
         if values.shape != want.exact.shape or not values.size:
             rows.append((what, "", f"{want.limit:.2g}", str(values.shape), "", str(want.exact.shape)))
             continue
-        with np.errstate(invalid="ignore"):
-            off = np.where(values == want.exact, 0, np.abs(values - want.exact))
-        at = np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape)
-        place = ", ".join(str(int(i)) for i in at)
-        rows.append(
-            (what, f"{off[at]:.3g}", f"{want.limit:.3g}", f"[{place}]", f"{values[at]:.6g}", f"{want.exact[at]:.6g}")
-        )
+        at, off = furthest(want, values)
+        numbers = f"{off:.3g}", f"{want.limit:.3g}", str(list(at)), f"{values[at]:.6g}", f"{want.exact[at]:.6g}"
+        rows.append((what, *numbers))
     return rows
+
+
+def _show_program(name: str, args: argparse.Namespace, call: Call, what: str, got: Array) -> None:
+    values, want = arrays.widen(arrays.as_numpy(got), np.float64), truth(call.id).expected[what]
+    if values.shape != want.exact.shape:
+        return
+    code = contender.find(name).code(call)
+    text = program(call, code, args.device, what, furthest(want, values)[0])
+    if text is not None:
+        print(f"\nthe same without tilewise:\n\n{text}")

@@ -55,6 +55,10 @@ class Contender(ABC):
         """Whose versions tell what was judged."""
         return ()
 
+    def code(self, call: Call) -> list[str]:
+        """Lines of PyTorch that make `out` of q, k, v, mask and bias; none if there are no short ones."""
+        return []
+
     def inputs_changed(self) -> str:
         """Which input of the call that was prepared last was written to."""
         return ""

@@ -13,8 +13,9 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import FLOAT_DTYPES
 from tilewise.referee.calls import BOTTOM_RIGHT, PASSES, TOP_LEFT, Call
-from tilewise.referee.layouts import FAR
+from tilewise.referee.layouts import FAR, LARGE
 
+HALF = FLOAT_DTYPES[:2]
 Rng = np.random.Generator
 Fields = dict[str, Any]
 SIZES = (8, 48, 200)  # the longest sequence of a call; small first, so that the first failure is a small one
@@ -30,6 +31,7 @@ class Feature:
     sizes: tuple[int, ...] = SIZES
     repeats: int = 2
     large: bool = False  # asked only by `--large`
+    on_gpu: bool = False  # and only there
 
     @property
     def slug(self) -> str:
@@ -196,6 +198,11 @@ def _long(rng: Rng, size: int) -> Fields:
     return {"batch": 1, "heads": 4, "heads_k": 2, "n_q": size, "n_k": size, "d": 64, **_diagonal(rng)}
 
 
+def _large(size: int) -> Fields:
+    """As many heads as hold numbers; and not so many in all that their number is the difficulty."""
+    return {"batch": 1, "heads": 3, "n_q": size, "n_k": size, "d": 128, "layout": LARGE}
+
+
 def _diagonal(rng: Rng) -> Fields:
     return {"causal": BOTTOM_RIGHT if rng.integers(2) else ""}
 
@@ -248,5 +255,6 @@ _ALL = (
       for dtype in arrays.FLOAT_DTYPES),
     Feature("long rows", "512 to 1,024 keys, run five times", _long, sizes=(512, 1024), repeats=5),
     Feature("far heads", FAR, _strided(FAR), dtypes=FLOAT_DTYPES[:3], sizes=(48,), large=True),
+    Feature("large arrays", LARGE, lambda r, n: _large(n), dtypes=HALF, sizes=(512,), large=True, on_gpu=True),
 )  # fmt: skip
 FEATURES = {feature.slug: feature for feature in _ALL}

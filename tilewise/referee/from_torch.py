@@ -21,6 +21,12 @@ _FLEX = frozenset(
     ("gradients", CAUSAL, TOP_LEFT, "causal, bottom right", "mask", "bias", "mask beside causal", "window", "softcap",
      "alibi", "documents", "scale", "grouped heads", "gradients of the bias", "strides")
 )  # fmt: skip
+_BACKENDS = {
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+    "math": "MATH",
+}
 
 
 class Sdpa(TorchContender):
@@ -48,23 +54,27 @@ class Sdpa(TorchContender):
             dtypes = (*HALF, "float32") if self.backend == "efficient" else FLOAT_DTYPES
         return Says(_SDPA, dtypes, without_keys=NAN, unordered=device != "cpu")
 
+    def code(self, call: Call) -> list[str]:
+        mask = "mask" if call.mask else "bias" if call.bias else "None"
+        given = [f"attn_mask={mask}", f"is_causal={bool(call.causal)}", f"scale={call.scale}"]
+        given += ["enable_gqa=True"] if call.heads != call.heads_k else []
+        line = f"out = torch.nn.functional.scaled_dot_product_attention(q, k, v, {', '.join(given)})"
+        if not self.backend:
+            return [line]
+        chosen = f"torch.nn.attention.SDPBackend.{_BACKENDS[self.backend]}"
+        return ["import torch.nn.attention", f"with torch.nn.attention.sdpa_kernel({chosen}):", f"    {line}"]
+
     def attend(self, call: Call, x: Tensors) -> Callable[[], Any]:
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-        chosen = {
-            "flash": "FLASH_ATTENTION",
-            "efficient": "EFFICIENT_ATTENTION",
-            "cudnn": "CUDNN_ATTENTION",
-            "math": "MATH",
-        }
         options: dict[str, Any] = {"scale": call.scale, "is_causal": bool(call.causal)}
         options["attn_mask"] = x.bias if x.mask is None else x.mask
         if call.heads != call.heads_k:
             options["enable_gqa"] = True
 
         def run() -> Any:
-            around = sdpa_kernel(getattr(SDPBackend, chosen[self.backend])) if self.backend else nullcontext()
+            around = sdpa_kernel(getattr(SDPBackend, _BACKENDS[self.backend])) if self.backend else nullcontext()
             with warnings.catch_warnings(record=True) as told, around:
                 warnings.simplefilter("always")
                 try:

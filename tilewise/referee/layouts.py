@@ -14,6 +14,7 @@ from tilewise.arrays import Array
 
 EXPANDED = {"one batch entry, expanded": 0, "one head, expanded": 1}
 FAR = "heads beyond 2^31 elements"
+LARGE = "arrays beyond 2^31 elements"
 LAYOUTS = {
     "packed": "(batch, heads, n, d)",
     "heads inside": "(batch, n, heads, d), transposed",
@@ -22,8 +23,10 @@ LAYOUTS = {
     "columns first": "(batch, heads, d, n), transposed: the last dimension is not contiguous",
     **dict.fromkeys(EXPANDED, "stride 0"),
     FAR: "the second head begins beyond what 32 bits can count",
+    LARGE: "packed; three of its heads hold the numbers, the last two beyond that, and all others are 0",
 }
-_APART = 2**31 + 64
+BEYOND = 2**31
+_APART = BEYOND + 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ def as_tensors(given: Sequence[Array], layout: str, device: str) -> list[Any]:
     """
     import torch
 
+    if layout == LARGE:
+        return [_among_zeros(x, device) for x in given]
     small = [arrays.as_tensor(np.ascontiguousarray(x)).to(device) for x in given]
     places = [place(layout, x.shape) for x in given]
     if layout != FAR:
@@ -73,6 +78,22 @@ def as_tensors(given: Sequence[Array], layout: str, device: str) -> list[Any]:
     gap = _aligned(max(x.size for x in given))
     shared = torch.empty(len(given) * gap + max(at.room for at in places), dtype=small[0].dtype, device=device)
     return [_written(x, shared, at, i * gap) for i, (x, at) in enumerate(zip(small, places, strict=True))]
+
+
+def large_heads(n: int, d: int) -> tuple[int, list[int]]:
+    """How many heads reach beyond, and which of them hold numbers."""
+    heads = BEYOND // (n * d) + 3
+    return heads, [0, heads - 2, heads - 1]
+
+
+def _among_zeros(x: Array, device: str) -> Any:
+    import torch
+
+    heads, places = large_heads(*x.shape[2:])
+    small = arrays.as_tensor(np.ascontiguousarray(x)).to(device)
+    full = torch.zeros((x.shape[0], heads, *x.shape[2:]), dtype=small.dtype, device=device)
+    full[:, places] = small
+    return full
 
 
 def _aligned(size: int) -> int:

@@ -69,7 +69,8 @@ class TorchContender(Contender):
         import torch
 
         x = tensors(call, given, device)
-        self._kept = tuple((y, y.detach().clone()) for y in (x.q, x.k, x.v)) if call.layout != layouts.FAR else ()
+        small = call.layout not in (layouts.FAR, layouts.LARGE)
+        self._kept = tuple((y, y.detach().clone()) for y in (x.q, x.k, x.v)) if small else ()
         run = self.attend(call, x)
 
         def answered() -> Answer:
@@ -81,6 +82,9 @@ class TorchContender(Contender):
                     raise TypeError("out requires no gradient: autograd does not flow through it")
                 grads = torch.autograd.grad(out, learned(call, x), x.d_out)
                 found |= dict(zip(("d_q", "d_k", "d_v", "d_bias"), grads, strict=False))
+            if call.layout == layouts.LARGE:
+                places = layouts.large_heads(call.n_q, call.d)[1]
+                found = {what: y[:, places] for what, y in found.items()}
             return {what: _on_host(y) for what, y in found.items()}
 
         return answered

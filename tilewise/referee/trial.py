@@ -70,9 +70,9 @@ class Plan:
         slugs = [f.slug for f in self.chosen()]
         return [replace(self, features=part) for i in range(count) if (part := tuple(slugs[i::count]))]
 
-    def calls(self, says: Says) -> Iterator[list[Call]]:
+    def calls(self, says: Says, device: str) -> Iterator[list[Call]]:
         """A list of calls for each feature and pass: sizes and types change from one to the next."""
-        for feature in self.chosen():
+        for feature in (f for f in self.chosen() if device != "cpu" or not f.on_gpu):
             dtypes = [x for x in feature.dtypes if x in says.dtypes and (not self.dtypes or x in self.dtypes)]
             for what in feature.passes:
                 if dtypes and what in self.passes:
@@ -117,7 +117,7 @@ class Trial:
     def run(self) -> tuple[list[Heard], list[Heard]]:
         """Everything that was asked; and of each feature, pass and fault the smallest call that was found."""
         heard: list[Heard] = []
-        for calls in self.plan.calls(self.says):
+        for calls in self.plan.calls(self.says, self.options.device):
             crashes = 0
             for call in calls:
                 if crashes < _CRASHES:

@@ -100,6 +100,15 @@ def _compared(want: Expected, values: Array, exact: Array) -> Finding:
     return Finding(verdict, want.what, error, want.limit, told)
 
 
+def furthest(want: Expected, values: Array) -> tuple[tuple[int, ...], float]:
+    """Where a result is furthest off, and by how much; a NaN is further than any number."""
+    with np.errstate(invalid="ignore"):
+        off = np.where(values == want.exact, 0, np.abs(values - want.exact))
+    place = np.unravel_index(int(np.argmax(np.where(np.isnan(off), np.inf, off))), off.shape)
+    at = tuple(int(i) for i in place)
+    return at, float(off[at])
+
+
 def _rows(truth: Truth, want: Expected) -> Array:
     return truth.empty if want.what == "lse" else truth.empty[..., None]
 
