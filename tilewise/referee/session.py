@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from tilewise.referee.court import Introduction, Options
@@ -28,7 +28,7 @@ class Judged:
 def sessions(
     names: Sequence[str], options: Options, plan: Plan, jobs: int, split: int, progress: Progress
 ) -> Iterator[Judged]:
-    """In the order of the names. split: processes that share a contender's features."""
+    """Each as soon as it is ready. split: processes that share a contender's features."""
     parts = plan.parts(split)
     if jobs == 1:
         for name in names:
@@ -37,9 +37,13 @@ def sessions(
     fresh = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
     with ProcessPoolExecutor(jobs, fresh, _see, (list(sys.path),)) as pool:
         started = {name: [_start(pool, name, options, part) for part in parts] for name in names}
-        for name, futures in started.items():
-            progress(f"{name}: {sum(x.done() for x in futures)} of {len(futures)} parts")
-            yield _merged([future.result() for future in futures])
+        owners = {future: name for name, futures in started.items() for future in futures}
+        for future in as_completed(owners):  # whoever is ready is told, whatever becomes of the others
+            name = owners[future]
+            done = sum(x.done() for x in started.get(name, ()))
+            progress(f"{name}: {done} of {len(parts)} parts")
+            if done == len(parts):
+                yield _merged([x.result() for x in started.pop(name)])
 
 
 def _start(pool: Executor, name: str, options: Options, part: Plan) -> Future[Judged]:
