@@ -152,6 +152,14 @@ def test_several_contenders_have_a_file_each(capsys: pytest.CaptureFixture[str],
     )  # fmt: skip
 
 
+def test_a_budget_ends_a_trial(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    place = tmp_path / "cut.json"
+    _, out = _judge(capsys, "right", features="plain,causal", budget="0.001", json=str(place))
+    found = json.loads(place.read_text())
+    assert found["complete"] is False and results.total(found)["right"] <= 1
+    assert "its --budget was spent" in out
+
+
 @pytest.mark.parametrize(
     ("argv", "told"),
     [

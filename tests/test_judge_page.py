@@ -38,7 +38,8 @@ def trial(name: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "schema": results.SCHEMA, "contender": name, "about": "a function", "ours": False, "unordered": False,
-        "notes": [], "device": "cpu", "versions": {"torch": "9.9"}, "options": {"calls": 3, "seed": 0, "large": False},
+        "notes": [], "complete": True, "device": "cpu", "versions": {"torch": "9.9"},
+        "options": {"calls": 3, "seed": 0, "large": False},
         "machine": {"cpu": "abacus"}, "records": records, "faults": [fault], **more,
     }  # fmt: skip
 

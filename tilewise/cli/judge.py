@@ -16,7 +16,7 @@ from tilewise.arrays import FLOAT_DTYPES, Array
 from tilewise.bench import machine
 from tilewise.bench.refusal import RefusedError
 from tilewise.cli import UserError
-from tilewise.cli.bench_options import check_writable, names, whole
+from tilewise.cli.bench_options import check_writable, names, seconds, several, whole
 from tilewise.cli.terminal import progress, table
 from tilewise.referee import contender, results
 from tilewise.referee.calls import PASSES, Call
@@ -63,6 +63,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--threads", metavar="N", help="of each contender's libraries (default: theirs)")
     parser.add_argument("--timeout", default="60", metavar="S", help="seconds for a call (default: %(default)s)")
+    parser.add_argument("--budget", metavar="S", help="seconds after which a process asks nothing more (default: none)")
     parser.add_argument("--jobs", default="1", metavar="N", help="processes at a time (default: %(default)s)")
     parser.add_argument(
         "--split", default="1", metavar="N", help="processes that share a contender's features (default: %(default)s)"
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.names:
         raise UserError("NAME: expected a contender, got none; `tilewise judge --list` shows them")
     options, plan = _options(args)
+    args.names = list(dict.fromkeys(args.names))
     for name in args.names:
         try:
             contender.find(name)
@@ -97,15 +99,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> tuple[Options, Plan]:
-    dtypes = () if args.dtype is None else tuple(names("dtype", args.dtype.split(","), FLOAT_DTYPES))
-    features = () if args.features is None else tuple(names("features", args.features.split(","), tuple(FEATURES)))
+    dtypes = _named("dtype", args.dtype, "float16,float32", FLOAT_DTYPES)
     threads = None if args.threads is None else whole("threads", args.threads)
-    seed = whole("seed", str(int(args.seed) + 1)) - 1 if args.seed.isdigit() else whole("seed", args.seed)
     plan = Plan(
-        whole("calls", args.calls), seed, features, dtypes, PASSES if args.passes is None else (args.passes,),
-        args.large, float(whole("timeout", args.timeout)),
-    )  # fmt: skip
+        count=whole("calls", args.calls),
+        seed=0 if args.seed.strip("0") == "" else whole("seed", args.seed),
+        features=_named("features", args.features, "causal,grouped-heads", tuple(FEATURES)),
+        dtypes=dtypes,
+        passes=PASSES if args.passes is None else (args.passes,),
+        large=args.large,
+        timeout=seconds("timeout", args.timeout),
+        budget=float("inf") if args.budget is None else seconds("budget", args.budget),
+    )
     return Options(args.device, args.causal, dtypes, threads), plan
+
+
+def _named(option: str, text: str | None, example: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Some of those that are known; none if nothing was said."""
+    return () if text is None else tuple(names(option, several(option, text, example), known))
 
 
 def _places(args: argparse.Namespace) -> dict[str, Path]:
@@ -157,6 +168,7 @@ def _report(found: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {x}" for name, x in found["versions"].items())
     lines = [f"{found['contender']} on {found['device']}: {found['about']}" + (f" ({versions})" if versions else "")]
     lines += [f"note: {note}" for note in found["notes"]]
+    lines += [] if found["complete"] else ["note: its --budget was spent before all calls were asked"]
     rows = [(r["feature"], r["pass"], results.counted(r)) for r in found["records"]]
     lines.append(_left(("feature", "pass", "calls"), rows))
     lines += [_fault(found, fault) for fault in found["faults"]]

@@ -39,6 +39,7 @@ def results(judged: Judged, options: Options, plan: Plan, machine: dict[str, Any
         "device": options.device,
         "versions": about.versions,
         "options": {"calls": plan.count, "seed": plan.seed, "large": plan.large},
+        "complete": not judged.is_cut,
         **stamp(machine),
         "records": [_record(*name, found) for name, found in groups.items()],
         "faults": [_fault(x) for x in judged.faults],

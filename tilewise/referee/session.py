@@ -23,6 +23,7 @@ class Judged:
     introduction: Introduction
     heard: list[Heard] = field(default_factory=list)
     faults: list[Heard] = field(default_factory=list)
+    is_cut: bool = False  # some calls were not asked, for want of time
 
 
 def sessions(
@@ -59,7 +60,8 @@ def judged(name: str, options: Options, plan: Plan, progress: Progress = lambda 
     with Trial(name, options, plan, progress) as trial:
         if trial.introduction.missing is not None:
             return Judged(name, trial.introduction)
-        return Judged(name, trial.introduction, *trial.run())
+        heard, faults = trial.run()
+        return Judged(name, trial.introduction, heard, faults, trial.is_cut)
 
 
 def _merged(parts: Sequence[Judged]) -> Judged:
@@ -67,4 +69,4 @@ def _merged(parts: Sequence[Judged]) -> Judged:
     order = {slug: i for i, slug in enumerate(FEATURES)}
     heard = sorted((x for part in parts for x in part.heard), key=lambda x: order[x.feature])
     faults = sorted((x for part in parts for x in part.faults), key=lambda x: order[x.feature])
-    return Judged(parts[0].name, parts[0].introduction, heard, faults)
+    return Judged(parts[0].name, parts[0].introduction, heard, faults, any(x.is_cut for x in parts))

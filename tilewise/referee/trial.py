@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,7 @@ START = 300.0  # seconds for a library to be imported, however busy the machine 
 _SMALLER = (2, 3, 4, 8, 16, 32)  # sizes in which a fault is looked for again, and seeds for each
 _SEEDS = 3
 _CRASHES = 2  # of a feature and pass, after which it is asked no more; and tries to make a crash smaller
+_SEARCH = 20.0  # seconds for a smaller call, of which there is one try at least
 _GPU_LOST = ("CUDA error", "AcceleratorError", "illegal memory access", "device-side assert", "CUDA_ERROR")
 _SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # or JAX takes three quarters of its memory
 
@@ -57,6 +59,7 @@ class Plan:
     passes: tuple[str, ...] = PASSES
     large: bool = False
     timeout: float = 60.0
+    budget: float = float("inf")  # seconds after which a process asks nothing more
 
     def chosen(self) -> list[Feature]:
         return [
@@ -92,6 +95,7 @@ class Trial:
     ) -> None:
         self.name, self.options, self.plan, self.progress = name, options, plan, progress
         self._child: Child | None = None
+        self.is_cut = False  # its budget was spent before its calls were asked
 
     def __enter__(self) -> Trial:
         return self
@@ -117,14 +121,16 @@ class Trial:
     def run(self) -> tuple[list[Heard], list[Heard]]:
         """Everything that was asked; and of each feature, pass and fault the smallest call that was found."""
         heard: list[Heard] = []
+        begin = time.monotonic()
         for calls in self.plan.calls(self.says, self.options.device):
             crashes = 0
             for call in calls:
-                if crashes < _CRASHES:
+                self.is_cut = self.is_cut or time.monotonic() - begin > self.plan.budget
+                if crashes < _CRASHES and not self.is_cut:
                     self.progress(f"{self.name}: {len(heard)} calls, {call.id}")
                     heard.append(self.hear(call))
                     crashes += heard[-1].finding.verdict == CRASHED
-        return heard, [self._smallest(fault) for fault in _faults(heard)]
+        return heard, [fault if self.is_cut else self._smallest(fault) for fault in _faults(heard)]
 
     def hear(self, call: Call) -> Heard:
         return self.hear_all(call)[0]
@@ -152,10 +158,12 @@ class Trial:
         return Finding(CRASHED, reason=public(f"{error.status}: {error.reason}"))
 
     def _smallest(self, fault: Heard) -> Heard:
-        tries = 0
+        tries, begin = 0, time.monotonic()
         for size in (x for x in _SMALLER if x < fault.size):
             for seed in range(_SEEDS):
                 if fault.finding.verdict == CRASHED and (tries >= _CRASHES or "timed out" in fault.finding.reason):
+                    return fault
+                if tries and time.monotonic() - begin > _SEARCH:
                     return fault
                 tries += 1
                 self.progress(f"{self.name}: a smaller call than {fault.call.id}")
