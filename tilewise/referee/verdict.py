@@ -45,7 +45,7 @@ def judge(truth: Truth, answer: Mapping[str, Any], documented: str = "") -> Find
     missing = [what for what in truth.expected if what not in answer and what != "lse"]
     if missing:
         return Finding(WRONG, missing[0], reason="is missing")
-    return max(found, key=lambda x: (SEVERITY[x.verdict], _times(x)))
+    return max(found, key=lambda x: (SEVERITY[x.verdict], x.what.startswith("d_"), _times(x)))  # out was judged alone
 
 
 def _like_tf32(truth: Truth, found: Finding) -> Finding:
