@@ -122,15 +122,19 @@ class Trial:
         """Everything that was asked; and of each feature, pass and fault the smallest call that was found."""
         heard: list[Heard] = []
         begin = time.monotonic()
+
+        def is_over() -> bool:
+            return time.monotonic() - begin > self.plan.budget
+
         for calls in self.plan.calls(self.says, self.options.device):
             crashes = 0
             for call in calls:
-                self.is_cut = self.is_cut or time.monotonic() - begin > self.plan.budget
+                self.is_cut = self.is_cut or is_over()
                 if crashes < _CRASHES and not self.is_cut:
                     self.progress(f"{self.name}: {len(heard)} calls, {call.id}")
                     heard.append(self.hear(call))
                     crashes += heard[-1].finding.verdict == CRASHED
-        return heard, [fault if self.is_cut else self._smallest(fault) for fault in _faults(heard)]
+        return heard, [fault if is_over() else self._smallest(fault) for fault in _faults(heard)]
 
     def hear(self, call: Call) -> Heard:
         return self.hear_all(call)[0]
