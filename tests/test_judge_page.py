@@ -83,6 +83,16 @@ def test_texts_of_a_trial_are_not_trusted(tmp_path: Path) -> None:
     assert "<script>alert" not in page.read_text()
 
 
+def test_trials_of_one_contender_are_one(stored: Path) -> None:
+    more = trial("sdpa")
+    more["records"] = [{**more["records"][0], "feature": "large arrays"}]
+    (stored / "large").mkdir()
+    (stored / "large" / "sdpa.json").write_text(json.dumps({**more, "faults": []}))
+    found = trials.found([stored])
+    assert [x["contender"] for x in found] == ["cpu", "sdpa"]
+    assert trials.matrix(found)[1][-1] == ("large arrays", "", "✓*")
+
+
 def test_a_cell_shows_the_worst_that_was_seen() -> None:
     head, rows = trials.matrix([trial("sdpa")])
     assert head == ("", "sdpa")

@@ -17,10 +17,21 @@ Trial = Mapping[str, Any]
 
 
 def found(places: Iterable[Path]) -> list[Trial]:
-    """Every trial in these files and folders, ours first."""
+    """Every trial in these files and folders, ours first. Several of a contender on a device are one."""
     paths = [path for place in places for path in (sorted(place.rglob("*.json")) if place.is_dir() else [place])]
     trials = [made for path in paths if (made := _read(path)) is not None]
-    return sorted(trials, key=lambda x: (x["device"] != "cuda", not x["ours"], x["contender"]))
+    ordered = sorted(trials, key=_place)
+    return [_joined(list(same)) for _, same in groupby(ordered, key=_place)]
+
+
+def _place(trial: Trial) -> tuple[object, ...]:
+    return trial["device"] != "cuda", not trial["ours"], str(trial["contender"])
+
+
+def _joined(same: list[Trial]) -> Trial:
+    """Features that need much memory are judged by a command of their own."""
+    parts = {name: [x for trial in same for x in trial[name]] for name in ("records", "faults")}
+    return {**same[0], **parts}
 
 
 def _read(path: Path) -> Trial | None:
