@@ -73,6 +73,13 @@ def test_another_alignment_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert _again(capsys, out).splitlines()[1].startswith("wrong: out: off by")
 
 
+def test_the_line_says_how_a_function_aligns(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out = _judge(capsys, "right", features="causal-top-left", causal="top-left", **{"pass": "forward"})
+    assert _cell(out, "causal, top left", "forward") == "1 wrong"
+    assert " --causal top-left --only causal-top-left/" in out
+    assert _again(capsys, out).splitlines()[1].startswith("wrong: out: off by")
+
+
 @pytest.mark.parametrize(("fake", "told"), [("leaving", "code 7"), ("faulting", "SIGSEGV"), ("hanging", "timed out")])
 def test_a_process_that_ends_is_a_result(capsys: pytest.CaptureFixture[str], fake: str, told: str) -> None:
     code, out = _judge(capsys, fake, features="plain,causal,scale", timeout="3", **{"pass": "forward"})

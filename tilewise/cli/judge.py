@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--large", action="store_true", help="arrays that span gigabytes, too")
     parser.add_argument("--only", metavar="ID", help="this one call, with its numbers; an id as the report prints it")
     parser.add_argument(
-        "--causal", choices=("bottom right", "top left"), default="bottom right",
+        "--causal", choices=("bottom-right", "top-left"), default="bottom-right",
         help="how MODULE:FUNCTION aligns its causal mask (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--threads", metavar="N", help="of each contender's libraries (default: theirs)")
@@ -111,7 +111,7 @@ def _options(args: argparse.Namespace) -> tuple[Options, Plan]:
         timeout=seconds("timeout", args.timeout),
         budget=float("inf") if args.budget is None else seconds("budget", args.budget),
     )
-    return Options(args.device, args.causal, dtypes, threads), plan
+    return Options(args.device, args.causal.replace("-", " "), dtypes, threads), plan
 
 
 def _named(option: str, text: str | None, example: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -195,7 +195,9 @@ def _fault(found: Mapping[str, Any], fault: Mapping[str, Any]) -> str:
 def command(found: Mapping[str, Any], call: str) -> str:
     """The line that shows a call again."""
     device = "" if found["device"] == "cpu" else f" --device {found['device']}"
-    return f"tilewise judge {found['contender']}{device} --only {call}"
+    own = ":" in found["contender"] and found["options"]["causal"] != "bottom right"
+    causal = f" --causal {found['options']['causal'].replace(' ', '-')}" if own else ""
+    return f"tilewise judge {found['contender']}{device}{causal} --only {call}"
 
 
 # -- one call ---------------------------------------------------------------------------------------------------------

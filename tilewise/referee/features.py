@@ -19,6 +19,7 @@ HALF = FLOAT_DTYPES[:2]
 Rng = np.random.Generator
 Fields = dict[str, Any]
 SIZES = (8, 48, 200)  # the longest sequence of a call; small first, so that the first failure is a small one
+_LONGEST = 4096  # that an id may ask for
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,13 @@ def parse(name: str) -> Call:
     """The call of an id; ValueError says what an id looks like."""
     parts = name.split("/")
     known = len(parts) == 5 and parts[0] in FEATURES and parts[1] in arrays.FLOAT_DTYPES and parts[2] in PASSES
-    if not known or not (parts[3].isdigit() and parts[4].isdigit() and int(parts[3]) > 0):
+    numbers = [int(x) for x in parts[3:] if x.isascii() and x.isdecimal() and len(x) < 10]
+    if not known or len(numbers) != 2 or not 0 < numbers[0] <= _LONGEST:
         raise ValueError(
             "expected the id of a call, FEATURE/DTYPE/PASS/SIZE/SEED, such as causal/float32/gradients/48/0, "
             f"got {name!r}"
         )
-    return draw(parts[0], parts[1], parts[2], int(parts[3]), int(parts[4]))
+    return draw(parts[0], parts[1], parts[2], *numbers)
 
 
 # -- sizes ------------------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def results(judged: Judged, options: Options, plan: Plan, machine: dict[str, Any
         "notes": [] if about.says is None else list(about.says.notes),
         "device": options.device,
         "versions": about.versions,
-        "options": {"calls": plan.count, "seed": plan.seed, "large": plan.large},
+        "options": {"calls": plan.count, "seed": plan.seed, "large": plan.large, "causal": options.causal},
         "complete": not judged.is_cut,
         **stamp(machine),
         "records": [_record(*name, found) for name, found in groups.items()],

@@ -13,6 +13,7 @@ from typing import Any
 from tilewise.bench import machine, suite
 from tilewise.bench.gpu import run as gpu_run
 from tilewise.bench.gpu import suite as gpu_suite
+from tilewise.bench.page import trials
 from tilewise.bench.page.measurement import Measurement, Run, Unit
 from tilewise.bench.run import SCHEMA
 from tilewise.explanation import size
@@ -44,6 +45,8 @@ def read(path: Path, name: str = "") -> Run:
         raise BadResultsError("is not JSON") from None
     schema = results.get("schema") if isinstance(results, dict) else None
     if schema == TRIAL:
+        if not trials.is_whole(results):
+            raise BadResultsError(f"is not as schema {schema!r} has it")
         raise TrialError("is of `tilewise judge --json`, which measures nothing")
     reader = READERS.get(schema) if isinstance(schema, int | str) else None
     if reader is None:

@@ -12,6 +12,7 @@ from typing import Any
 from tilewise.bench.page.parts import Row, table
 from tilewise.referee import results
 from tilewise.referee.features import FEATURES
+from tilewise.referee.verdict import VERDICTS
 
 Trial = Mapping[str, Any]
 
@@ -39,7 +40,26 @@ def _read(path: Path) -> Trial | None:
         made = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    return made if isinstance(made, dict) and made.get("schema") == results.SCHEMA else None
+    return made if is_whole(made) else None
+
+
+def is_whole(made: Any) -> bool:
+    """Whether it has what this page shows."""
+    if not isinstance(made, dict) or made.get("schema") != results.SCHEMA:
+        return False
+    texts = all(isinstance(made.get(name), str) for name in ("contender", "device", "about"))
+    lists = all(isinstance(made.get(name), list) for name in ("records", "faults"))
+    if not (texts and lists and all(isinstance(made.get(name), dict) for name in ("versions", "machine"))):
+        return False
+    counts = (*VERDICTS, "not deterministic")
+    records = (_has(r, ("feature", "pass"), str) and _has(r, counts, int) for r in made["records"])
+    told = ("feature", "pass", "call", "id", "verdict", "what", "reason")
+    faults = (_has(x, told, str) and _has(x, ("not deterministic",), list) for x in made["faults"])
+    return all(records) and all(faults)
+
+
+def _has(record: Any, names: Iterable[str], kind: type) -> bool:
+    return isinstance(record, dict) and all(isinstance(record.get(name), kind) for name in names)
 
 
 def matrix(trials: Sequence[Trial]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
