@@ -110,6 +110,28 @@ def test_rows_without_keys_are_told_by_their_convention() -> None:
         assert verdict.judge(made, other, documented=told).verdict == verdict.WRONG
 
 
+def test_the_worst_of_rows_without_keys_and_of_the_others_counts() -> None:
+    made, answer = _answer(EMPTY)
+    slightly = answer["out"] + np.float32(0.01) * np.abs(answer["out"]).max()
+    empty = made.empty[..., None]
+    found = verdict.judge(made, {"out": np.where(empty, 0, slightly).astype(np.float32)})
+    assert found.verdict == verdict.INEXACT and "rows without keys" not in str(found), "those are right"
+    found = verdict.judge(made, {"out": np.where(empty, np.nan, slightly).astype(np.float32)})
+    assert found.verdict == verdict.WRONG and "rows without keys are NaN" in str(found)
+
+
+def test_nan_gradients_of_rows_without_keys() -> None:
+    made = truth("mask-rows-without-keys/float32/gradients/8/0")
+    answer = {what: x.exact.astype(np.float32) for what, x in made.expected.items() if what != "lse"}
+    d_q = np.where(made.empty[..., None], np.nan, answer["d_q"]).astype(np.float32)
+    found = verdict.judge(made, {**answer, "d_q": d_q})
+    assert found.verdict == verdict.WRONG and "of rows without keys alone" in str(found)
+    assert verdict.judge(made, {**answer, "d_q": d_q}, verdict.NAN).verdict == verdict.OTHERWISE
+    assert verdict.judge(made, {**answer, "d_q": d_q + 1}, verdict.NAN).verdict == verdict.WRONG
+    d_v = np.full_like(answer["d_v"], np.nan)
+    assert "the call has rows without keys" in str(verdict.judge(made, {**answer, "d_v": d_v}))
+
+
 def test_a_gradient_that_is_zero_may_be_off_by_roundings() -> None:
     """With one key d_q is exactly 0: the limit is that of the terms that cancel."""
     call = replace(draw("one-row-or-key", "float32", "gradients", 8, 2))

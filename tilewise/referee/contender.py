@@ -113,5 +113,6 @@ def absent(package: str, install: str) -> str | None:
     except ModuleNotFoundError:
         return f"{package} is not installed; {install}"
     except Exception as error:  # a compiled library may fail to load in ways of its own
-        return f"{package} does not load ({type(error).__name__}: {str(error).splitlines()[:1]}); {install}"
+        first = (str(error).splitlines() or [""])[0]
+        return f"{package} does not load ({type(error).__name__}: {first}); {install}"
     return None

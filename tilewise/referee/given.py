@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 from tilewise.arrays import FLOAT_DTYPES
 from tilewise.bench.process import load
 from tilewise.referee.calls import Call, Inputs
-from tilewise.referee.contender import CAUSAL, Answer, Contender, Says, absent
+from tilewise.referee.contender import CAUSAL, Answer, Says
 from tilewise.referee.layouts import as_array
 from tilewise.referee.tensors import Tensors, TorchContender
 
@@ -38,11 +39,12 @@ class Given(TorchContender):
             return f"{self.name} cannot be imported: {error}"
         if not callable(function):
             return f"{self.name} is a {type(function).__name__}, expected a function"
-        return None if device == "cpu" and self._plain else Contender.missing(self, device) or super().missing(device)
+        return None if device == "cpu" and self._plain else super().missing(device)
 
     @property
     def _plain(self) -> bool:
-        return absent("torch", "") is not None
+        """Whether it is given NumPy arrays."""
+        return find_spec("torch") is None
 
     def says(self, device: str) -> Says:
         taken = self._taken()

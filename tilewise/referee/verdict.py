@@ -68,17 +68,31 @@ def _judge(truth: Truth, want: Expected, got: Any, documented: str) -> Finding:
     if values.shape != want.exact.shape:
         return Finding(WRONG, want.what, reason=f"has shape {values.shape}, expected {want.exact.shape}")
     plain = _compared(want, values, want.exact)
-    if plain.verdict == RIGHT or want.what not in ("out", "lse") or not truth.empty.any():
-        return replace(plain, reason=plain.reason + _where(truth, want, values))
-    convention = _convention(truth, want.what, values)
-    rest = _compared(want, np.where(_rows(truth, want), want.exact, values), want.exact)
-    if convention is None:
+    if plain.verdict == RIGHT or not truth.empty.any():
         return plain
-    if rest.verdict != RIGHT:  # what rows without keys give is not the worst of it
-        return rest
+    if want.what not in ("out", "lse"):
+        return _gradient(truth, want, values, plain, documented)
+    rows = _compared(want, np.where(_rows(truth, want), values, want.exact), want.exact)
+    rest = _compared(want, np.where(_rows(truth, want), want.exact, values), want.exact)
+    convention = _convention(truth, want.what, values)
+    if rows.verdict == RIGHT or convention is None:
+        return plain
     verdict = OTHERWISE if convention == documented else WRONG
-    due = "0" if want.what == "out" else "-inf"
-    return Finding(verdict, want.what, plain.error, plain.limit, f"rows without keys are {convention}, expected {due}")
+    told = f"rows without keys are {convention}, expected {'0' if want.what == 'out' else '-inf'}"
+    empty = Finding(verdict, want.what, plain.error, plain.limit, told)
+    return max(empty, rest, key=lambda x: SEVERITY[x.verdict])
+
+
+def _gradient(truth: Truth, want: Expected, values: Array, plain: Finding, documented: str) -> Finding:
+    """Of a call with rows without keys: which NaNs are theirs. One that is documented for out spreads to gradients."""
+    finite = np.isfinite(values)
+    if finite.all():
+        return plain
+    if documented == NAN and _compared(want, np.where(finite, values, want.exact), want.exact).verdict == RIGHT:
+        return replace(plain, verdict=OTHERWISE, reason=f"{plain.reason}, as rows without keys have")
+    alone = want.what == "d_q" and finite[~truth.empty].all()
+    where = "of rows without keys alone" if alone else "the call has rows without keys"
+    return replace(plain, reason=f"{plain.reason} ({where})")
 
 
 def _compared(want: Expected, values: Array, exact: Array) -> Finding:
@@ -125,13 +139,3 @@ def _convention(truth: Truth, what: str, values: Array) -> str | None:
     if what == "lse" and (at == np.inf).all():
         return "+inf"
     return "other numbers" if np.isfinite(at).all() else None
-
-
-def _where(truth: Truth, want: Expected, values: Array) -> str:
-    """Of a gradient with NaNs: whether rows without keys alone have them."""
-    if not truth.empty.any() or np.isfinite(values).all():
-        return ""
-    if want.what == "d_q":
-        outside = ~np.isfinite(values[~truth.empty])
-        return " (of rows without keys alone)" if not outside.any() else ""
-    return " (the call has rows without keys)"
