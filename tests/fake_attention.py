@@ -58,6 +58,13 @@ def faulting(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float = 1.0
     return right(q, k, v, scale=scale)
 
 
+def losing(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float = 1.0) -> Any:
+    """As PyTorch tells that the GPU's context is lost: every later call of the process fails too."""
+    if causal:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return right(q, k, v, scale=scale)
+
+
 def hanging(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float = 1.0) -> Any:
     if causal:
         time.sleep(300)

@@ -18,6 +18,7 @@ from tilewise.referee.truth import truth
 
 pytest.importorskip("torch")
 FAKES = "tests.fake_attention"
+ENDS = [("leaving", "code 7"), ("faulting", "SIGSEGV"), ("hanging", "timed out"), ("losing", "CUDA error")]
 QUICK = {"--calls": "1", "--dtype": "float32", "--threads": "1"}
 
 
@@ -80,7 +81,7 @@ def test_the_line_says_how_a_function_aligns(capsys: pytest.CaptureFixture[str])
     assert _again(capsys, out).splitlines()[1].startswith("wrong: out: off by")
 
 
-@pytest.mark.parametrize(("fake", "told"), [("leaving", "code 7"), ("faulting", "SIGSEGV"), ("hanging", "timed out")])
+@pytest.mark.parametrize(("fake", "told"), ENDS)
 def test_a_process_that_ends_is_a_result(capsys: pytest.CaptureFixture[str], fake: str, told: str) -> None:
     code, out = _judge(capsys, fake, features="plain,causal,scale", timeout="3", **{"pass": "forward"})
     assert code == 1

@@ -73,6 +73,9 @@ def test_layouts_hold_the_numbers_and_nothing_else(layout: str) -> None:
     (tensor,) = layouts.as_tensors([x], layout, "cpu")
     assert torch.equal(tensor, torch.from_numpy(x.copy()))
     assert tuple(step * 4 for step in tensor.stride()) == strided.strides
+    if layout == "sliced":
+        around = torch.empty(0).set_(tensor.untyped_storage()).isnan().sum().item()
+        assert around == 2 * 3 * (7 * 24 - 4 * 8), "what is not part of it is NaN"
     if layout == "one element in":
         assert tensor.storage_offset() == 1
 
