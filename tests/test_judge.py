@@ -124,13 +124,13 @@ def test_writing_to_an_input_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("name", ["numpy", "cpu", "sdpa"])
 def test_ours_are_right_and_sdpa_runs(name: str) -> None:
-    with Trial(name, Options(threads=1), Plan(count=1, dtypes=("float32", "bfloat16"))) as trial:
+    slow = {"many-heads", "long-rows"} if name == "numpy" else set()  # which takes seconds for each
+    asked = {slug for slug, f in FEATURES.items() if not f.large and set(f.dtypes) & {"float32", "bfloat16"}} - slow
+    with Trial(name, Options(threads=1), Plan(1, features=tuple(asked), dtypes=("float32", "bfloat16"))) as trial:
         if trial.introduction.missing is not None:
             pytest.skip(trial.introduction.missing)
         heard, faults = trial.run()
-    assert {x.feature for x in heard} == {
-        slug for slug, f in FEATURES.items() if not f.large and f.slug not in ("type-float16", "type-float64")
-    }
+    assert {x.feature for x in heard} == asked
     if name != "sdpa":
         assert {x.finding.verdict for x in heard} <= {"right", "refused"} and not faults
         assert {x.feature for x in heard if x.finding.verdict == "refused"} <= {"columns-first"}

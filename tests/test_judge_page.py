@@ -37,7 +37,7 @@ def trial(name: str, **more: Any) -> dict[str, Any]:
         "not deterministic": [],
     }  # fmt: skip
     return {
-        "schema": results.SCHEMA, "contender": name, "about": "a function", "ours": False, "unordered": False,
+        "schema": results.SCHEMA, "contender": name, "about": "a function", "ours": False,
         "notes": [], "complete": True, "device": "cpu", "versions": {"torch": "9.9"},
         "options": {"calls": 3, "seed": 0, "large": False},
         "machine": {"cpu": "abacus"}, "records": records, "faults": [fault], **more,

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from tilewise import api, arrays, dispatch
+from tilewise.arrays import FLOAT_DTYPES
 from tilewise.expr import Expr, K, Q
 from tilewise.referee import layouts
 from tilewise.referee.calls import TOP_LEFT, Call, Inputs
@@ -73,7 +74,7 @@ class _Ours:
         return f"tilewise.attention(kernel={self.kernel!r})"
 
     def says(self, device: str) -> Says:
-        return Says(_EVERYTHING)
+        return Says(_EVERYTHING, FLOAT_DTYPES if device == "cpu" else FLOAT_DTYPES[:3])
 
 
 class OnTensors(_Ours, TorchContender):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tilewise.bench.stamp import stamp
+from tilewise.referee.contender import Says
 from tilewise.referee.court import Options
 from tilewise.referee.features import FEATURES
 from tilewise.referee.session import Judged
@@ -34,8 +35,7 @@ def results(judged: Judged, options: Options, plan: Plan, machine: dict[str, Any
         "contender": judged.name,
         "about": about.about,
         "ours": about.ours,
-        "unordered": about.says is not None and about.says.unordered,
-        "notes": [] if about.says is None else list(about.says.notes),
+        "notes": [] if about.says is None else _notes(about.says),
         "device": options.device,
         "versions": about.versions,
         "options": {"calls": plan.count, "seed": plan.seed, "large": plan.large, "causal": options.causal},
@@ -44,6 +44,10 @@ def results(judged: Judged, options: Options, plan: Plan, machine: dict[str, Any
         "records": [_record(*name, found) for name, found in groups.items()],
         "faults": [_fault(x) for x in judged.faults],
     }
+
+
+def _notes(says: Says) -> list[str]:
+    return [*says.notes, *(["its gradients may have other bits each time, as documented"] if says.unordered else [])]
 
 
 def _record(feature: str, what: str, heard: Sequence[Heard]) -> dict[str, Any]:

@@ -25,7 +25,8 @@ _SEEDS = 3
 _CRASHES = 2  # of a feature and pass, after which it is asked no more; and tries to make a crash smaller
 _SEARCH = 20.0  # seconds for a smaller call, of which there is one try at least
 _GPU_LOST = ("CUDA error", "AcceleratorError", "illegal memory access", "device-side assert", "CUDA_ERROR")
-_SHARED_GPU = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # or JAX takes three quarters of its memory
+# Or JAX takes three quarters of a GPU's memory, and PyTorch's compiler starts as many processes as there are cores.
+_MODEST = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class Trial:
     # -- its process ---------------------------------------------------------------------------------------------------
     def _ask(self, method: str, *args: object, timeout: float) -> Any:
         if self._child is None:
-            env = {**thread_variables(self.options.threads), **_SHARED_GPU}
+            env = {**thread_variables(self.options.threads), **_MODEST}
             self._child = Child(COURT, self.name, self.options, env=env)
             if method != "introduce":  # a new process imports its library first, which is not the call's time
                 self._child.ask("introduce", timeout=START)

@@ -80,7 +80,7 @@ def _grouped(trial: Trial) -> list[tuple[str, list[Mapping[str, Any]]]]:
 
 LEGEND = (
     "Forward, then gradients: ✓ right, ≈ beyond the contract's limit by little, ✗ wrong, † as its documentation says "
-    "and unlike the contract, – refused, * other bits the second time; empty: it has no such argument."
+    "and unlike the contract, – all refused, * other bits the second time; empty: it has no such argument."
 )
 
 
