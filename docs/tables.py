@@ -254,13 +254,15 @@ def judge_faults(of: str) -> Callable[[Path, Path], str]:
     """The smallest call of each kind that was wrong, or that ended a process."""
 
     def made(results: Path, page: Path) -> str:
+        found = trials.found([results / of / "judge"])
         rows = [
             (f"`{x['contender']}`", f"{fault['feature']}, {fault['pass']}", _fault_text(fault), f"`{fault['id']}`")
-            for x in trials.found([results / of / "judge"])
+            for x in found
             for fault in x["faults"]
             if fault["verdict"] in (verdict.WRONG, verdict.CRASHED)
         ]
-        return table(("", "feature", "what", "`--only`"), rows) if rows else "Nothing was wrong."
+        nothing = "Nothing was wrong." if found else ""
+        return table(("", "feature", "what", "`--only`"), rows) if rows else nothing
 
     return made
 
