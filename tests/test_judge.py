@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +115,7 @@ def test_a_refusal_is_no_failure(capsys: pytest.CaptureFixture[str], tmp_path: P
     )
     assert code == 0
     assert _cell(out, "odd head dimensions", "forward") == "1 refused"
+    assert re.search(r"\nrefused:\n  ValueError: head dimension \d+: .* of 8\n    in odd head dimensions\n", out)
     (record,) = [r for r in json.loads(place.read_text())["records"] if r["refused"]]
     assert "expected a multiple of 8" in record["reasons"][0]
 
@@ -211,3 +215,29 @@ def test_a_large_call_is_no_program() -> None:
     for call in ("plain/float32/forward/200/0", "slices/float32/forward/2/0"):
         assert program(parse(call), ["out = q"], "cpu", "out", (0, 0, 0, 0)) is None
     assert program(parse("plain/float32/forward/2/0"), [], "cpu", "out", (0, 0, 0, 0)) is None
+
+
+def test_a_function_of_numpy_arrays_needs_no_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def attention(q, k, v, *, scale):\n"
+        "    s = scale * (q.astype(float) @ k.astype(float).swapaxes(-1, -2))\n"
+        "    p = np.exp(s - s.max(-1, keepdims=True))\n"
+        "    return (p / p.sum(-1, keepdims=True) @ v).astype(q.dtype)\n"
+    )
+    script = """
+import sys
+sys.modules["torch"] = None
+from tilewise.referee import truth, verdict
+from tilewise.referee.court import Court, Options
+court = Court("mine:attention", Options())
+assert "gradients" not in court.introduce().says.arguments
+for call in ("plain/float32/forward/8/0", "slices/float64/forward/8/0"):
+    assert verdict.judge(truth.truth(call), court.hear(call).answer).verdict == verdict.RIGHT
+assert Court("numpy", Options()).hear("bias-with-inf/bfloat16/gradients/8/0").differs == ()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

@@ -26,7 +26,7 @@ from tilewise.referee.program import program
 from tilewise.referee.session import Judged, sessions
 from tilewise.referee.trial import Plan, Trial
 from tilewise.referee.truth import truth
-from tilewise.referee.verdict import CRASHED, INEXACT, RIGHT, WRONG, furthest
+from tilewise.referee.verdict import CRASHED, INEXACT, REFUSED, RIGHT, WRONG, furthest
 
 _EXAMPLES = """examples:
   tilewise judge --list                          the contenders, and which of them are here
@@ -36,6 +36,7 @@ _EXAMPLES = """examples:
   tilewise judge sdpa --only mask/float32/forward/8/0    one call again: docs/judge.md
 
 Exit code 0: every answer was right, or refused; 1: something was off or crashed; 2: bad input."""
+_WIDEST = 240  # letters of an error
 
 
 def add_parser(commands: Any) -> None:
@@ -171,9 +172,20 @@ def _report(found: Mapping[str, Any]) -> str:
     lines += [] if found["complete"] else ["note: its --budget was spent before all calls were asked"]
     rows = [(r["feature"], r["pass"], results.counted(r)) for r in found["records"]]
     lines.append(_left(("feature", "pass", "calls"), rows))
+    lines += _refusals(found)
     lines += [_fault(found, fault) for fault in found["faults"]]
     told = ", ".join(f"{n} {what}" for what, n in results.total(found).items() if n)
     return "\n".join([*lines, f"{found['contender']}: {told}\n"])
+
+
+def _refusals(found: Mapping[str, Any]) -> list[str]:
+    """Each reason once, with the features that it was given for."""
+    reasons: dict[str, list[str]] = {}
+    for r in found["records"]:
+        for reason in r["reasons"] if r[REFUSED] else ():
+            reasons.setdefault(reason[:_WIDEST], []).append(r["feature"])
+    told = (f"  {reason}\n    in {', '.join(dict.fromkeys(features))}" for reason, features in reasons.items())
+    return ["\nrefused:", *told] if reasons else []
 
 
 def _left(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

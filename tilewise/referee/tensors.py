@@ -90,12 +90,10 @@ class TorchContender(Contender):
         return answered
 
     def inputs_changed(self) -> str:
-        import torch
-
-        for name, (now, before) in zip("qkv", self._kept, strict=False):
-            if not torch.equal(now.detach(), before):
-                return name
-        return ""
+        changed = (
+            name for name, (now, before) in zip("qkv", self._kept, strict=False) if not now.detach().equal(before)
+        )
+        return next(changed, "")
 
 
 def _on_host(x: Any) -> Any:
