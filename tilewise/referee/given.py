@@ -46,6 +46,9 @@ class Given(TorchContender):
         """Whether it is given NumPy arrays."""
         return find_spec("torch") is None
 
+    def versions(self) -> dict[str, str]:
+        return {} if self._plain else super().versions()
+
     def says(self, device: str) -> Says:
         taken = self._taken()
         arguments = {said for name in taken for said in PARAMETERS[name]} | set(_ALWAYS)

@@ -61,6 +61,14 @@ class TorchContender(Contender):
     def packages(self) -> tuple[str, ...]:
         return ("torch",)
 
+    def versions(self) -> dict[str, str]:
+        import torch
+
+        found = super().versions()
+        if torch.cuda.is_available():
+            found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+        return found
+
     def attend(self, call: Call, x: Tensors) -> Callable[[], Any]:
         """The call made ready: it returns out, or (out, lse)."""
         raise NotImplementedError
