@@ -245,8 +245,6 @@ def judge_table(of: str) -> Callable[[Path, Path], str]:
         calls = sorted({x["options"]["calls"] for x in found})
         counts = " or ".join(map(str, calls))
         about = f"{m['gpu'] or m['cpu']}, {dates[-1]}; {', '.join(versions)}; {counts} calls of each feature and pass."
-        cut = [f"`{x['contender']}`" for x in found if not x.get("complete", True)]
-        about += f" Time was short for {', '.join(cut)}, with fewer calls." if cut else ""
         return f"{table(*trials.matrix(found))}\n\n{about}"
 
     return made
