@@ -9,7 +9,7 @@ NAVIGATION = {
         "tutorial/5-gpu-kernel",
         "tutorial/6-warp-specialised",
     ),
-    "Use": ("install", "tour", "cookbook", "commands", "linear", "backends", "support", "contract", "cache"),
+    "Use": ("install", "tour", "cookbook", "commands", "linear", "backends", "support", "contract", "judge", "cache"),
     "Learn by doing": ("lab", "explain", "simulator"),
     "Inside": ("design", "extending", "memory", "accuracy", "performance", "scaling", "report"),
 }

@@ -27,13 +27,19 @@ from tilewise.bench.accuracy import targets as accuracy_targets
 from tilewise.bench.gpu import report as gpu_report
 from tilewise.bench.gpu import suite as gpu_suite
 from tilewise.bench.gpu import targets as gpu_targets
+from tilewise.bench.page import trials
 from tilewise.linear import bench as linear
 from tilewise.linear import bench_gpu as linear_gpu
+from tilewise.referee import results as judging
+from tilewise.referee import verdict
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
 README, PERFORMANCE = ROOT / "README.md", ROOT / "docs" / "performance.md"
-PAGES = (README, PERFORMANCE, *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "backends", "linear", "support")))
+PAGES = (
+    README, PERFORMANCE,
+    *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "backends", "judge", "linear", "support")),
+)  # fmt: skip
 
 _MARKS = {True: "✓", False: "✗", None: ""}
 Record = dict[str, Any]
@@ -273,6 +279,48 @@ def numpy_table(results: Path, page: Path) -> str:
     return f"{table(('variant', 'n', *_NUMPY_COLUMNS, 'to the best peer'), rows)}\n\n{about}"
 
 
+# -- the referee ------------------------------------------------------------------------------------------------------
+
+
+def judge_table(of: str) -> Callable[[Path, Path], str]:
+    """Features by contenders."""
+
+    def made(results: Path, page: Path) -> str:
+        found = trials.found([results / of / "judge"])
+        if not found:
+            return f"Not judged yet: `tilewise judge ... --json results/{of}/judge` does it."
+        m = found[0]["machine"]
+        dates = sorted({x["date"][:10] for x in found})
+        versions = {f"{package} {version}": None for x in found for package, version in x["versions"].items()}
+        calls = sorted({x["options"]["calls"] for x in found})
+        counts = " or ".join(map(str, calls))
+        about = f"{m['gpu'] or m['cpu']}, {dates[-1]}; {', '.join(versions)}; {counts} calls of each feature and pass."
+        return f"{table(*trials.matrix(found))}\n\n{about}"
+
+    return made
+
+
+def judge_faults(of: str) -> Callable[[Path, Path], str]:
+    """The smallest call of each kind that was wrong, or that ended a process."""
+
+    def made(results: Path, page: Path) -> str:
+        found = trials.found([results / of / "judge"])
+        rows = [
+            (f"`{x['contender']}`", f"{fault['feature']}, {fault['pass']}", _fault_text(fault), f"`{fault['id']}`")
+            for x in found
+            for fault in x["faults"]
+            if fault["verdict"] in (verdict.WRONG, verdict.CRASHED)
+        ]
+        nothing = "Nothing was wrong." if found else ""
+        return table(("", "feature", "what", "`--only`"), rows) if rows else nothing
+
+    return made
+
+
+def _fault_text(fault: Record) -> str:
+    return judging.fault_line(fault).removeprefix("wrong: ").replace("|", "/")
+
+
 # -- cells of tables --------------------------------------------------------------------------------------------------
 
 
@@ -327,6 +375,8 @@ MAKERS: dict[str, Callable[[Path, Path], str]] = {
     "gpu-training-picture": picture("gpu", "training", "Loss of both"),
     **{f"{of}-accuracy": accuracy_table(of) for of in ("cpu", "gpu")},
     **{f"{of}-accuracy-targets": accuracy_target_table(of) for of in ("cpu", "gpu")},
+    **{f"judge-{of}": judge_table(of) for of in ("cpu", "gpu")},
+    **{f"judge-{of}-faults": judge_faults(of) for of in ("cpu", "gpu")},
     "numpy": numpy_table,
     "comparisons": summary.comparisons,
     "machines": summary.machines,

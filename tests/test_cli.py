@@ -323,7 +323,7 @@ def test_mistakes_of_the_user(capsys: pytest.CaptureFixture[str], argv: list[str
     assert out == ""
 
 
-@pytest.mark.parametrize("command", ["", "demo", "doctor", "plan", "explain", "bench"])
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "plan", "explain", "bench", "judge"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command.split(), "--help"])

@@ -20,6 +20,7 @@ from tilewise.cli import explain_server
 from tilewise.kernels.cuda import compiler
 from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel
 from tilewise.linear import bench as linear
+from tilewise.referee import results as trials
 
 NUMBERS = (
     "-1", "0", "9" * 30, "9" * 5000, "", "nan", "inf", "1e400", "٣", "1_0", "0x10", "1.5", "abc", "💥", "\udcff",
@@ -36,7 +37,7 @@ TEXTS = (
 )  # fmt: skip
 FILES = (
     "", "nope/x.json", "/proc/self/mem", "💥/💥", "a" * 5000, ".", "bad.json", "list.json", "deep.json", "bytes.json",
-    "old.json", "linear.json", "ranks.json", "accuracy.json",
+    "old.json", "linear.json", "ranks.json", "accuracy.json", "trial.json",
 )  # fmt: skip
 BROKEN = {
     "bad.json": "{", "list.json": "[1]", "deep.json": "[" * 100_000, "bytes.json": "\udcff",
@@ -44,11 +45,12 @@ BROKEN = {
     "linear.json": json.dumps({"schema": linear.SCHEMA, "records": [{}]}),
     "accuracy.json": json.dumps({"schema": accuracy.SCHEMA, "records": [{}]}),
     "ranks.json": json.dumps({"schema": ranks.SCHEMA, "records": 5}),
+    "trial.json": json.dumps({"schema": trials.SCHEMA, "records": [{}], "faults": 5}),
 }  # fmt: skip
 _SMALL = {
     "plan": (), "explain": ("--n", "16", "--block", "8", "-o", "page.html"), "bench": ("--n", "16", "--no-memory"),
     "bench --linear": ("--n", "16", "--repeat", "1"), "demo": (), "tune": (), "warmup": (), "lab check": (),
-    "build cute": ("--arch", "sm_90a", "--out", "kernels"),
+    "build cute": ("--arch", "sm_90a", "--out", "kernels"), "judge": ("numpy",),
 }  # fmt: skip
 _SIZES = {
     "plan": ("--n", "--n-q", "--n-k", "--block", "--d", "--batch", "--heads", "--heads-k", "--head", "--arch"),
@@ -61,12 +63,14 @@ _SIZES = {
     "warmup": ("--variants", "--d", "--d-v", "--dtype", "--n", "--arch"),
     "lab check": ("--limit",),
     "build cute": ("--arch", "--d", "--variants", "--dtype", "--projection"),
+    "judge": ("--calls", "--seed", "--features", "--dtype", "--only", "--threads", "--timeout", "--budget", "--jobs",
+              "--split"),
 }  # fmt: skip
 _PLACES = (
     "bench --from", "bench --json", "bench --plot", "bench --report", "bench --linear --from",
     "bench --linear --n 16 --repeat 1 --json", "bench --cpu --from", "bench --gpu --from", "bench --parallel --from",
     "bench --report . --against", "bench --accuracy --from", "bench --accuracy --from accuracy.json --json",
-    "explain --n 16 --block 8 -o", "lab check", "lab hint", "lab solution", "lab start",
+    "judge numpy --json", "explain --n 16 --block 8 -o", "lab check", "lab hint", "lab solution", "lab start",
 )  # fmt: skip
 
 
@@ -88,6 +92,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr("tilewise.kernels.cute.compiler.not_installed", lambda: "left out by this test")
     monkeypatch.setattr("tilewise.lab.exercises.grading.graded", stopped)
     monkeypatch.setattr("tilewise.cli.demo.run", stopped, raising=True)
+    monkeypatch.setattr("tilewise.cli.judge.sessions", stopped)
     monkeypatch.setattr(explain_server._Server, "serve_forever", stopped)
     for name, text in BROKEN.items():
         (tmp_path / name).write_text(text, errors="surrogateescape")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tilewise._version import __version__
 
-COMMANDS = ("demo", "doctor", "plan", "explain", "lab", "bench", "warmup", "tune", "build")
+COMMANDS = ("demo", "doctor", "plan", "explain", "lab", "bench", "judge", "warmup", "tune", "build")
 
 
 class UserError(Exception):

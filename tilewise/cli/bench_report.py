@@ -57,16 +57,20 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{option}: --report measures nothing; leave out {option}, or --report")
     out = args.out or Path("report.html")
     _check(args, out)
-    runs, left_out = _runs(args.report or [_place()], "--report")
-    compared = _compared(args, runs)
+    places = args.report or [_place()]
+    from tilewise.bench.page import trials
     from tilewise.bench.page.document import page
 
-    text = page(runs, compared, left_out).encode()
+    judged = trials.found(places)
+    runs, left_out = _runs(places, "--report", bool(judged))
+    compared = _compared(args, runs)
+    text = page(runs, compared, left_out, judged).encode()
     write_whole(out, text)
     count = sum(len(run.measurements) for run in runs)
     for path, why in left_out.items():
         print(f"left out: {path} {why}")
-    print(f"{out}: {count} measurements in {len(runs)} files, {size(len(text))}; open it in a browser")
+    trials_told = f", {len(judged)} trials" if judged else ""
+    print(f"{out}: {count} measurements in {len(runs)} files{trials_told}, {size(len(text))}; open it in a browser")
     if args.plots is not None:
         _plot(runs, args.plots)
     return 1 if compared is not None and compared.regressions else 0
@@ -95,7 +99,7 @@ def _place() -> Path:
     raise UserError("--report: there is no folder 'results' here; name files or folders that `bench --json` wrote")
 
 
-def _runs(places: list[Path], option: str) -> tuple[list[Run], dict[str, str]]:
+def _runs(places: list[Path], option: str, judged: bool = False) -> tuple[list[Run], dict[str, str]]:
     from tilewise.bench.page import reading
 
     for place in places:
@@ -107,7 +111,7 @@ def _runs(places: list[Path], option: str) -> tuple[list[Run], dict[str, str]]:
             found, others = reading.found([place])
         except reading.BadResultsError as error:
             raise UserError(f"{option}: '{place}' {error}") from None
-        if not found:
+        if not found and not judged:
             raise UserError(f"{option}: no results of `tilewise bench --json` in the folder '{place}'")
         runs += found
         left_out.update(others)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tilewise._version import __version__
 from tilewise.bench import suite
 from tilewise.bench.gpu import suite as gpu_suite
-from tilewise.bench.page import against, drawing, glance, section
+from tilewise.bench.page import against, drawing, glance, section, trials
 from tilewise.bench.page.measurement import Measurement, Run
 from tilewise.bench.page.parts import table
 from tilewise.web import template
@@ -34,7 +34,10 @@ _MEASURED_BY = {
 
 
 def page(
-    runs: Sequence[Run], compared: against.Comparison | None = None, left_out: Mapping[str, str] | None = None
+    runs: Sequence[Run],
+    compared: against.Comparison | None = None,
+    left_out: Mapping[str, str] | None = None,
+    judged: Sequence[trials.Trial] = (),
 ) -> str:
     ordered = sorted(runs, key=_place)
     ids = {m: f"m{i}" for i, m in enumerate(m for run in ordered for m in run.measurements)}
@@ -48,6 +51,7 @@ def page(
     for name, kind, here, found in chapters:
         sections = "".join(section.made(run, _id(ordered, run), ink, compared) for run in found)
         body.append(f'<h2 id="{name}">{KINDS[kind]} <span class="on">{escape(here)}</span></h2>{sections}')
+    body.append(trials.chapter(judged))
     return template.filled(
         ASSETS / "report.html",
         {
@@ -55,8 +59,8 @@ def page(
             "script": template.script(ASSETS / "report.js"),
             "shapes": drawing.shapes(),
             "version": __version__,
-            "about": escape(_about(ordered)),
-            "places": _places(chapters, compared is not None),
+            "about": escape(_about(ordered, judged)),
+            "places": _places(chapters, compared is not None, bool(judged)),
             "body": "\n".join(body),
         },
     )
@@ -87,7 +91,9 @@ def _id(runs: Sequence[Run], run: Run) -> str:
     return f"run-{list(runs).index(run)}"
 
 
-def _about(runs: Sequence[Run]) -> str:
+def _about(runs: Sequence[Run], judged: Sequence[trials.Trial]) -> str:
+    if not runs:
+        return f"{len(judged)} {'trial' if len(judged) == 1 else 'trials'} of tilewise judge"
     count = sum(len(run.measurements) for run in runs)
     days = sorted(run.date[:10] for run in runs if run.date)
     when = "" if not days else f", {days[0]}" if days[0] == days[-1] else f", {days[0]} to {days[-1]}"
@@ -95,13 +101,13 @@ def _about(runs: Sequence[Run]) -> str:
     return f"{count:,} measurements in {len(runs)} {'file' if len(runs) == 1 else 'files'}, on {devices}{when}"
 
 
-def _places(chapters: list[tuple[str, str, str, list[Run]]], compared: bool) -> str:
+def _places(chapters: list[tuple[str, str, str, list[Run]]], compared: bool, judged: bool) -> str:
     links = ['<a href="#changes">Changes</a>'] if compared else []
     links.append('<a href="#glance">At a glance</a>')
     for here, found in groupby(chapters, key=lambda chapter: chapter[2]):
         links.append(f'<span class="on">{escape(here)}</span>')
         links += [f'<a href="#{name}">{KINDS[kind]}</a>' for name, kind, _, _ in found]
-    return "".join(links)
+    return "".join([*links, '<a href="#referee">Referee</a>'] if judged else links)
 
 
 # -- at a glance ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 from tilewise.bench import machine, suite
 from tilewise.bench.gpu import run as gpu_run
 from tilewise.bench.gpu import suite as gpu_suite
+from tilewise.bench.page import trials
 from tilewise.bench.page.measurement import Measurement, Run, Unit
 from tilewise.bench.run import SCHEMA
 from tilewise.explanation import size
 from tilewise.linear import bench as linear
 from tilewise.linear import bench_gpu as linear_gpu
+from tilewise.referee.results import SCHEMA as TRIAL
 
 Record = Mapping[str, Any]
 Results = Mapping[str, Any]
@@ -28,6 +31,10 @@ class BadResultsError(ValueError):
     """A file that `tilewise bench` did not write so: what is wrong with it."""
 
 
+class TrialError(BadResultsError):
+    """A file of `tilewise judge`, which has no times: see trials.py."""
+
+
 def read(path: Path, name: str = "") -> Run:
     """name: what the page calls the file."""
     try:
@@ -37,6 +44,10 @@ def read(path: Path, name: str = "") -> Run:
     except (ValueError, RecursionError):
         raise BadResultsError("is not JSON") from None
     schema = results.get("schema") if isinstance(results, dict) else None
+    if schema == TRIAL:
+        if not trials.is_whole(results):
+            raise BadResultsError(f"is not as schema {schema!r} has it")
+        raise TrialError("is of `tilewise judge --json`, which measures nothing")
     reader = READERS.get(schema) if isinstance(schema, int | str) else None
     if reader is None:
         known = ", ".join(map(repr, READERS))
@@ -267,16 +278,19 @@ READERS: dict[Any, Callable[[Path, Results], Run]] = {
 
 
 def found(places: Iterable[Path]) -> tuple[list[Run], dict[str, str]]:
-    """Every run in these files and folders; and what was left out of the folders, and why."""
+    """Every run in these files and folders, trials aside; and what was left out of the folders, and why."""
     runs, left_out = [], {}
     for place in places:
         if not place.is_dir():
-            runs.append(read(place, place.name if place.is_absolute() else str(place)))
+            with suppress(TrialError):
+                runs.append(read(place, place.name if place.is_absolute() else str(place)))
             continue
         for path in sorted(place.rglob("*.json")):
             name = str(Path(place.resolve().name, path.relative_to(place)))  # no page tells where a folder lies
             try:
                 runs.append(read(path, name))
+            except TrialError:
+                continue
             except BadResultsError as error:
                 left_out[name] = str(error)
     return runs, left_out
