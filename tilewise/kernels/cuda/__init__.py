@@ -15,6 +15,7 @@ from tilewise.kernels.cuda.backward_rungs import BACKWARD, BACKWARD_SM90, UNORDE
 from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import Rung, named
+from tilewise.kernels.cuda.source import keeps_remainder
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
@@ -77,12 +78,13 @@ class CudaKernel:
         dtype = getattr(torch, spec.out_dtype(arrays.dtype_name(q)))
         out = torch.empty_strided(*arrays.stored_as(q, v), dtype=dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        remainder = torch.empty_like(out) if keeps_remainder(spec, Shape.of(spec, q, k, v)) else None
         prepared = self.prepared(spec, q, k, v, tile)
         if prepared is not None:
             loaded = loaded_on(spec, q.device)
-            sinks = [] if spec.sinks is None else [spec.sinks]
-            prepared.launch([x.data_ptr() for x in (q, k, v, out, lse, *loaded, *sinks)])
-        return Partial(out, lse)
+            further = [x for x in (spec.sinks, remainder) if x is not None]
+            prepared.launch([x.data_ptr() for x in (q, k, v, out, lse, *loaded, *further)])
+        return Partial(out, lse, remainder)
 
     def prepared(self, spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None = None) -> Prepared | None:
         """The call, ready for other arrays that lie as these; None if there is nothing to compute.
@@ -95,6 +97,7 @@ class CudaKernel:
         batch, heads, n, _ = q.shape
         views = {name: View.of_torch(x) for name, x in {"q": q, "k": k, "v": v}.items()}
         views |= {"out": View(0, *arrays.stored_as(q, v)), "lse": View(0, (batch, heads, n), (heads * n, n, 1))}
+        views["remainder"] = views["out"]
         loaded = [View.of_torch(x) for x in loaded_on(spec, q.device)]
         sinks = None if spec.sinks is None else View.of_torch(spec.sinks)
         device = q.get_device()

@@ -38,8 +38,10 @@ class Arrangement:
     def arrays(self, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any) -> dict[str, Any]:
         """As the kernels take them, and what they write."""
         lying = _rows if self.hoppers is None else _copied
-        names, given = ("q", "k", "v", "out", "d_out"), (q, k, v, saved.out, d_out)
-        every = {name: lying(x.to(self.dtype)) for name, x in zip(names, given, strict=True)}
+        names, given = ("q", "k", "v", "out", "d_out", "remainder"), (q, k, v, saved.out, d_out, saved.remainder)
+        every: dict[str, Any] = {
+            name: None if x is None else lying(x.to(self.dtype)) for name, x in zip(names, given, strict=True)
+        }
         for name in ("q", "k", "v"):
             every[f"d_{name}"] = torch.empty(every[name].shape, dtype=self.dtype, device=q.device)
         lse = saved.lse.contiguous()

@@ -209,7 +209,7 @@ def params(
     loaded: Sequence[View],
     constants: Sequence[int] = (),
 ) -> Structure:
-    """Params of source/params.h. `operands`: q, k, v, out and lse."""
+    """Params of source/params.h. `operands`: q, k, v, out, lse, and remainder, if one is kept."""
     call: Any = structs.params_type(max(len(loaded), 1))()
     for name, view in operands.items():
         setattr(call, name, structs.Array(view.address, *view.steps[:3]))

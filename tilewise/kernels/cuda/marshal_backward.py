@@ -16,7 +16,8 @@ from tilewise.spec import Shape, Tile
 
 
 def params(call: Any, arrays_of: dict[str, View]) -> Structure:
-    """Backward of source/params.h around Params: d_out, d_lse if there is one, delta, d_q, d_k and d_v."""
+    """Backward of source/params.h around Params: d_out, d_lse and remainder if there are any, delta, d_q,
+    d_k and d_v."""
     full: Any = structs.backward_type(len(call.arrays))()
     full.params = call
     for name, view in arrays_of.items():

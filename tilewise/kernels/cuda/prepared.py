@@ -16,7 +16,7 @@ from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.rungs import REFINE, REFINE_BACKWARD, Rung
-from tilewise.kernels.cuda.source import Source, assembled
+from tilewise.kernels.cuda.source import Source, assembled, keeps_remainder
 from tilewise.pytorch import graphs
 from tilewise.schedule import is_unseen
 from tilewise.spec import Attention, Shape, Tile
@@ -35,8 +35,9 @@ class Prepared:
 
     def __init__(
         self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Sequence[Any],
-        refining: Refining | None = None, mapped: Sequence[int] = (),
+        refining: Refining | None = None, mapped: Sequence[int] = (), keeps_remainder: bool = False,
     ) -> None:  # fmt: skip
+        self.keeps_remainder = keeps_remainder  # whether it stores what rounding takes from out
         self._device, self._blocks = device, blocks
         self._threads, self._shared_bytes = source.threads, source.shared_bytes
         self._kernel = launcher.loaded(source, device)
@@ -49,8 +50,8 @@ class Prepared:
         self._mapped = mapped  # which addresses tensor maps are of
 
     def launch(self, addresses: Sequence[int]) -> None:
-        """On the current stream of the device; the addresses of q, k, v, out, lse, the loaded arrays, and of sinks, if
-        there are any."""
+        """On the current stream of the device; the addresses of q, k, v, out, lse, the loaded arrays, of sinks, if
+        there are any, and of the remainder, if it keeps one."""
         if gpu.current_device() != self._device:
             with gpu.as_current(self._device):
                 return self.launch(addresses)
@@ -130,7 +131,7 @@ def prepare(
 ) -> Prepared | None:  # fmt: skip
     """A call on a device, which must be the current one; None if there is nothing to compute.
 
-    views: q, k, v, out and lse. loaded: the arrays that the variant reads, in the order of spec.loaded.
+    views: q, k, v, out, lse and remainder. loaded: the arrays that the variant reads, in the order of spec.loaded.
     """
     gpu.ensure_context(device)
     rung = chosen(named, shape, views, gpu.capability(device))
@@ -153,8 +154,9 @@ def prepare(
         params = marshal.launch(params, spec, shape, tables, maps, 0, blocks)
     refining = _refining(spec, shape, tile, params, tables, order, device, numbers) if rung.persistent else None
     mapped = [0, 1, 2] if source.table is None else [0, 1, 2, len(OPERANDS) + order.index(source.table.slot)]
-    places = _places(params, order, sinks is not None)
-    return Prepared(device, source, blocks, params, places, [numbers], refining, mapped)
+    keeps = keeps_remainder(spec, shape)
+    places = _places(params, order, sinks is not None, keeps)
+    return Prepared(device, source, blocks, params, places, [numbers], refining, mapped, keeps)
 
 
 def prepare_backward(
@@ -282,7 +284,7 @@ def _backward_refining(
     return Refining(launches, total, parts, len(OPERANDS) + len(order), device)
 
 
-def _places(params: Any, order: Sequence[int], has_sinks: bool) -> list[int]:
+def _places(params: Any, order: Sequence[int], has_sinks: bool, has_remainder: bool = False) -> list[int]:
     """Where the addresses of a launch stand in its parameters, counted in words; `order`: of the loaded arrays."""
     has_more = hasattr(params, "params")  # Launch and Refinement have Params in them
     inner = type(params.params if has_more else params)
@@ -290,6 +292,7 @@ def _places(params: Any, order: Sequence[int], has_sinks: bool) -> list[int]:
     offsets = [getattr(inner, name).offset for name in OPERANDS]
     offsets += [inner.arrays.offset + i * ctypes.sizeof(structs.Slot) for i in order]
     offsets += [inner.sinks.offset] if has_sinks else []
+    offsets += [inner.remainder.offset] if has_remainder else []
     return [(first + offset) // _WORD for offset in offsets]
 
 

@@ -12,7 +12,7 @@ from tilewise import arrays
 from tilewise.expr import Expr, Loaded
 from tilewise.kernels.cuda import structs
 from tilewise.kernels.cuda.ops import STORED, Variant, variant
-from tilewise.kernels.cuda.rungs import SOURCES, Compiled
+from tilewise.kernels.cuda.rungs import RUNGS, SOURCES, Compiled
 from tilewise.kernels.cuda.tables import TABLE_BYTES, Table, layout
 from tilewise.sharing import Kept
 from tilewise.spec import Attention, Shape, Tile
@@ -53,10 +53,10 @@ def assembled(
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
     sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
-    raw, out = spec.raw_scores, spec.out_dtype(shape.dtype)
+    raw, out, keeps = spec.raw_scores, spec.out_dtype(shape.dtype), keeps_remainder(spec, shape) and rung.name in RUNGS
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
-        rung, shape.d, shape.d_v, shape.dtype, out, tile, raw, sinks, headers is None, tables,
+        rung, shape.d, shape.d_v, shape.dtype, out, keeps, tile, raw, sinks, headers is None, tables,
         *(layout(slot.array) for slot in slots),
         *(
             None if e is None else (e.key, *(number[id(x.array)] for x in loads(e)))
@@ -66,9 +66,16 @@ def assembled(
 
     def make() -> Source:
         made = variant(spec.mask, spec.score, slope)
-        return source(rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables, out=out)
+        return source(
+            rung, made, shape, tile, raw=raw, sinks=sinks, headers=headers, tables=tables, out=out, keeps=keeps
+        )
 
     return _sources.found(key, make), slots
+
+
+def keeps_remainder(spec: Attention, shape: Shape) -> bool:
+    """Whether forward stores what rounding takes from out: nothing, where out is as wide as what is computed with."""
+    return spec.keeps_remainder and spec.out_dtype(shape.dtype) != arrays.compute_dtype(shape.dtype).name
 
 
 _sources: Kept[Source] = Kept(512)
@@ -85,17 +92,19 @@ def source(
     headers: Headers | None = None,
     tables: bool = True,
     out: str | None = None,
+    keeps: bool = False,
 ) -> Source:
     """The source of one kernel.
 
     raw: products of q and k grow as scores do, so that the scale can be left to the exponent. sinks: their type, if
     there are any. headers: these replace files of those names. tables: whether the copy engine can load the arrays.
-    out: its type, if it is not that of q.
+    out: its type, if it is not that of q. keeps: whether what rounding takes from it is stored as well.
     """
     constants = {
         "D": shape.d, "D_V": shape.d_v, "TILE_Q": tile.q, "TILE_K": tile.k, "MAX_RANK": structs.MAX_RANK,
         "MAX_CONSTANTS": structs.MAX_CONSTANTS,
         "N_ARRAYS": len(made.slots), "HAS_SINKS": sinks is not None, "RAW_SCORES": raw, "USES_TABLE": False,
+        "KEEPS_REMAINDER": keeps,
         **rung.constants(tile, shape, TABLE_BYTES[made.table.dtype] if made.table and tables else 0),
     }  # fmt: skip
     config = "\n".join([

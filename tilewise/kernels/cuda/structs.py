@@ -43,7 +43,7 @@ def params_type(n_arrays: int) -> type[Structure]:
 
     class Params(Structure):
         _fields_ = [
-            *((name, Array) for name in ("q", "k", "v", "out", "lse")),
+            *((name, Array) for name in ("q", "k", "v", "out", "lse", "remainder")),
             ("sinks", c_void_p),
             ("sinks_step", c_int64),
             *((name, c_void_p) for name in ("sequences", "offsets", "runs")),
@@ -78,7 +78,7 @@ BACKWARD_OPERANDS = ("q", "k", "v", "d_out")  # that the copy engine brings
 BACKWARD_RESULTS = ("d_q", "d_k", "d_v")  # that it stores
 SUMS_MAPS = (*BACKWARD_OPERANDS, "table")
 BACKWARD_MAPS = (*BACKWARD_OPERANDS, *BACKWARD_RESULTS, "table")
-BACKWARD_ARRAYS = ("d_out", "d_lse", "delta", "d_q", "d_k", "d_v")
+BACKWARD_ARRAYS = ("d_out", "d_lse", "delta", "d_q", "d_k", "d_v", "remainder")
 
 
 @cache

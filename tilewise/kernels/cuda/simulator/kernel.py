@@ -21,7 +21,7 @@ from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import Rung, named
 from tilewise.kernels.cuda.simulator import Event, Order
-from tilewise.kernels.cuda.source import Source, assembled
+from tilewise.kernels.cuda.source import Source, assembled, keeps_remainder
 from tilewise.softmax import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -78,14 +78,16 @@ def _forward(
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], np.float32)
-    kept = {name: _walkable(x) for name, x in {"q": q, "k": k, "v": v, "out": out, "lse": lse}.items()}
+    remainder = np.empty_like(out) if keeps_remainder(spec, shape) else None
+    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **({} if remainder is None else {"remainder": remainder})}
+    kept = {name: _walkable(x) for name, x in given.items()}
     views = {name: View.of_numpy(x) for name, x in kept.items()}
     rung = chosen(named, shape, views, HOPPER)
     tile = rung.fitting(tile or rung.default_tile(spec, shape), shape)
     tables = marshal.tables(spec, shape, tile, rung)
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
-        return Partial(out, lse)
+        return Partial(out, lse, remainder)
     begins = [int(_walkable(arrays.as_numpy(slot.array)).ctypes.data) for slot in spec.loaded]
     text, slots = assembled(rung, spec, shape, tile, simulator.headers(), all(at % 16 == 0 for at in begins))
     sinks = None if spec.sinks is None else _walkable(arrays.as_numpy(spec.sinks))
@@ -102,7 +104,7 @@ def _forward(
         blocks = min(blocks, MULTIPROCESSORS)
         params = marshal.launch(params, spec, shape, tables, maps, int(count.ctypes.data), blocks)
     _launch(text, params, blocks, order, seed, trace)
-    return Partial(out, lse)
+    return Partial(out, lse, remainder)
 
 
 def _backward(
@@ -115,6 +117,7 @@ def _backward(
     """
     dtype = arrays.dtype_name(q) if arrays.dtype_name(d_out) == arrays.dtype_name(q) else "float32"  # nothing is lost
     given = {"q": q, "k": k, "v": v, "out": saved.out, "d_out": d_out}
+    given |= {} if saved.remainder is None else {"remainder": saved.remainder}
     given = {name: _rows(arrays.narrow(arrays.widen(x, np.float32), dtype)) for name, x in given.items()}
     wide = {"lse": saved.lse, **({} if d_lse is None else {"d_lse": d_lse})}
     given |= {name: np.ascontiguousarray(x, np.float32) for name, x in wide.items()}

@@ -33,11 +33,14 @@ extern "C" __global__ void __launch_bounds__(THREADS_OF_ROWS) attention(const __
         if (first_query + row >= sequence.n_q) continue;
         const Element* d_out = row_of<const Element>(backward.d_out, b, h, query);
         const Element* out = row_of<const Element>(params.out, b, h, query);
+        const Element* remainder = row_of<const Element>(backward.remainder, b, h, query);
 #pragma unroll
         for (int c = lane; c < EIGHTS; c += LANES) {
             const Eight x = reinterpret_cast<const Eight*>(d_out)[c], y = reinterpret_cast<const Eight*>(out)[c];
+            const Eight rest = backward.remainder.data ? reinterpret_cast<const Eight*>(remainder)[c] : Eight{};
 #pragma unroll
-            for (int i = 0; i < 8; i++) delta[pass] += widen(x.numbers[i]) * widen(y.numbers[i]);
+            for (int i = 0; i < 8; i++)
+                delta[pass] += widen(x.numbers[i]) * (widen(y.numbers[i]) + widen(rest.numbers[i]));
         }
     }
 #pragma unroll

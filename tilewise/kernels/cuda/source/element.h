@@ -31,3 +31,9 @@ template <> __device__ __forceinline__ BFloat narrow<BFloat>(float x) {
     unsigned rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return {(unsigned short)(x == x ? rounded : 0x7fc0)};
 }
+
+// What rounding took from a number; 0 where there is no telling.
+template <class T> __device__ __forceinline__ float lost(float x, T stored) {
+    const float rest = x - widen(stored);
+    return rest - rest == 0 ? rest : 0.0f;
+}

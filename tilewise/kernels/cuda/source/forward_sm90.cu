@@ -199,7 +199,7 @@ struct Consumer {
         score<true>();
         free_k();
         float rescale[2];
-        const bool needed = rows.exact(launch, rescale, PATIENCE);
+        const bool needed = rows.exact(launch, rescale, false);
         wait_for_p_v();
         if (needed) rescale_acc(rescale);
         free_v();
@@ -212,7 +212,7 @@ struct Consumer {
         score<false>();
         float rescale[2], sums[2] = {};
         bool needed = false;
-        if (cautious) needed = rows.exact(launch, rescale, PATIENCE);
+        if (cautious) needed = rows.exact(launch, rescale, false);
         else rows.speculate_first(launch, sums);
         hw::pin(sums);
         wait_for_p_v<HOLDS_WAIT>();
@@ -229,18 +229,19 @@ struct Consumer {
     }
     // Whether speculation served; if not, what p should have been.
     __device__ __forceinline__ void look_at(const float (&sums)[2]) {
-        if (rows.is_safe(sums, rows_left)) {
+        bool heavy[2];
+        if (rows.is_ordinary(sums, rows_left) || !rows.has_heavy(sums, rows_left, lane, heavy)) {
             rows.row_sum[0] += sums[0];
             rows.row_sum[1] += sums[1];
             return;
         }
         float rescale[2];
         if (rows.is_finite(sums, rows_left)) {
-            rows.tame(sums, rescale);
+            rows.lighten(sums, heavy, rescale);
         } else {
             multiply_q_k_again();
             score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
-            rows.exact(launch, rescale, 0.0f);
+            rows.exact(launch, rescale, true);
             cautious = true;
         }
         rescale_acc(rescale);
@@ -290,6 +291,10 @@ struct Consumer {
             if (inside && quarter == 0) *row_of<float>(launch.params.lse, work.b, work.h, row + half * 8) = done.lse;
             Out* out = row_of<Out>(launch.params.out, work.b, work.h, row + half * 8);
             store_row<COLUMNS>(out, &acc[half * 2], done.weight, quarter, inside, D_V);
+            if constexpr (KEEPS_REMAINDER) {
+                Element* remainder = row_of<Element>(launch.params.remainder, work.b, work.h, row + half * 8);
+                store_row<COLUMNS, true>(remainder, &acc[half * 2], done.weight, quarter, inside, D_V);
+            }
         }
     }
 

@@ -49,5 +49,9 @@ extern "C" __global__ void __launch_bounds__(TILE_Q) attention(const __grid_cons
     const Finished done = finish(row_max, row_sum, sink_of(params, work.h));
     Out* out = row_of<Out>(params.out, work.b, work.h, sequence.q_begin + query);
     for (int c = 0; c < D_V; c++) out[c] = narrow<Out>(acc[c] * done.weight);
+    if (KEEPS_REMAINDER) {
+        Out* remainder = row_of<Out>(params.remainder, work.b, work.h, sequence.q_begin + query);
+        for (int c = 0; c < D_V; c++) remainder[c] = narrow<Out>(lost(acc[c] * done.weight, out[c]));
+    }
     *row_of<float>(params.lse, work.b, work.h, sequence.q_begin + query) = done.lse;
 }

@@ -30,6 +30,7 @@ struct Sequence {  // the whole of a dense call, or one of the packed sequences
 
 struct Params {
     Array q, k, v, out, lse;
+    Array remainder;  // what rounding takes from out; only where KEEPS_REMAINDER
     const char* sinks;
     int64 sinks_step;
     const Sequence* sequences;
@@ -43,7 +44,7 @@ struct Params {
 
 struct Backward {  // what the kernels of a backward pass are told
     Params params;  // out and lse are those that forward saved
-    Array d_out, d_lse, delta, d_q, d_k, d_v;  // d_lse has no data if there is none
+    Array d_out, d_lse, delta, d_q, d_k, d_v, remainder;  // d_lse and what out lost have no data if there is none
 };
 
 // A block's share of the work: one query tile of one head.

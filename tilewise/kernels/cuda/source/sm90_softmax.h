@@ -3,14 +3,14 @@
 #pragma once
 
 constexpr float LN_2 = 0.6931471805599453f;
-constexpr float PATIENCE = 8;  // how far, as a power of 2, a row may be above its row_max before it is worth a rescale
 constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores change before the softmax, in every tile
 
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
 constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
-// Powers of 2 that a row's sum is brought below 1. In float16, whose small weights would lose digits, it stays above.
-constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
+// A weight that is more than so much of its row's sum should be 1: any other is rounded, and out with it, while the sum is
+// not. A tile is looked at more closely where a thread's own sum is more than so much of what the row had.
+constexpr float HEAVY = 0.375f, SUSPECT = 0.5f;
 constexpr float FAR_BELOW = 0x1p-80f;
 constexpr int FAR_LANES = 7;  // of a warp: scores of 64 times the usual size have as many, those of 32 times hardly ever
 
@@ -41,6 +41,7 @@ template <int KEYS> struct Softmax {
     float row_max[2];  // as exponents of 2
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
     float narrowing[2];  // of the heaviest weight in it
+    float limit[2];  // of a thread's sum of a tile, up to which nobody looks at its weights
 
     // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
     static constexpr int BATCH = 4;
@@ -98,14 +99,14 @@ template <int KEYS> struct Softmax {
         const bool first = 0 < row_sum[0] && row_sum[0] < FAR_BELOW, second = 0 < row_sum[1] && row_sum[1] < FAR_BELOW;
         return __popc(__ballot_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8))) >= FAR_LANES;
     }
-    // True if acc must be rescaled. Within `patience` of row_max nothing changes.
-    __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], float patience) {
+    // True if acc must be rescaled. A row may be above its row_max, if it has much besides, unless it is to follow `always`.
+    __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], bool always) {
         const float here[2] = {largest(0), largest(1)};
         bool needed = false;
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // each row by itself: its bits must not depend on its neighbours
             const float new_max = here[half] * launch.binary_scale;
-            const bool rises = new_max > row_max[half] + patience;
+            const bool rises = new_max > row_max[half] && (always || exp2_approximate(new_max - row_max[half]) > limit[half]);
             const float larger = rises ? new_max : row_max[half];
             rescale[half] = rises ? exp2_approximate(row_max[half] - larger) : 1.0f;
             row_max[half] = larger;
@@ -127,7 +128,7 @@ template <int KEYS> struct Softmax {
     }
     // By how much the weight of the largest score changes before it is multiplied. It is 1, unless scores are so large that
     // row_max was rounded by much. Of a row whose weight is all on one key the result is that key's v, to the last bit:
-    // gradients are differences of such numbers. (A key that speculation finds, above row_max, is rounded as others are.)
+    // gradients are differences of such numbers.
     __device__ __forceinline__ static float narrowing_of(const Launch& launch, float largest, float row_max) {
         const float heaviest = exp2_approximate(fmaf(finite(largest), launch.binary_scale, -finite(row_max)));
         return widen(narrow<Element>(heaviest)) - heaviest;
@@ -139,7 +140,10 @@ template <int KEYS> struct Softmax {
             s[i] = exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
             sums[i / 2 % 2] += s[i];
         }
+        set_limit(0, sum_of_quad(sums[0]));
+        set_limit(1, sum_of_quad(sums[1]));
     }
+    __device__ __forceinline__ void set_limit(int half, float total) { limit[half] = fminf(SUSPECT * total, SAFE_SUM); }
 
     // p with the row_max of the tiles before: no maximum, no exchange between threads. A row that had no key yet comes to
     // infinity. The first part is done while products are under way, the rest after they were waited for.
@@ -158,27 +162,38 @@ template <int KEYS> struct Softmax {
             sums[i / 2 % 2] += s[i];
         }
     }
-    // Whether all rows of the warp are: those beyond the last query may be anything.
-    __device__ __forceinline__ static bool is_safe(const float (&sums)[2], int rows_left) {
-        return all_below(SAFE_SUM, sums, rows_left);
+    // Whether no row of the warp needs a closer look: those beyond the last query may be anything.
+    __device__ __forceinline__ bool is_ordinary(const float (&sums)[2], int rows_left) const {
+        const bool first = !(sums[0] <= limit[0]), second = !(sums[1] <= limit[1]);
+        return !__any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
     }
     __device__ __forceinline__ static bool is_finite(const float (&sums)[2], int rows_left) {
-        return all_below(FINITE_SUM, sums, rows_left);
+        const bool first = !(sums[0] <= FINITE_SUM), second = !(sums[1] <= FINITE_SUM);
+        return !__any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
     }
-    __device__ __forceinline__ static bool all_below(float limit, const float (&sums)[2], int rows_left) {
-        const bool beyond = (!(sums[0] <= limit) && rows_left > 0) || (!(sums[1] <= limit) && rows_left > 8);
-        return !__any_sync(~0u, beyond);
-    }
-    // Weights too large, but numbers: a power of 2 brings them down again, further than needed, as they may go on growing.
-    __device__ __forceinline__ void tame(const float (&sums)[2], float (&rescale)[2]) {
+    // The closer look: which rows have a weight that is heavy, or too large. False if none has.
+    __device__ __forceinline__ bool has_heavy(const float (&sums)[2], int rows_left, int lane, bool (&heavy)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int exponent = exponent_of(sum_of_quad(sums[half]));
-            const int lowered = exponent > 0 ? max(min(exponent + ROOM_TO_GROW, 126), 0) : 0;
-            rescale[half] = power_of_2(-lowered);
-            row_max[half] += float(lowered);
+            const float total = sum_of_quad(row_sum[half] + sums[half]);
+            const bool own = !(sums[half] <= fminf(HEAVY * total, SAFE_SUM)) && rows_left > 8 * half;
+            heavy[half] = __ballot_sync(~0u, own) >> (lane & 28) & 15;
+            set_limit(half, total);
+        }
+        return __any_sync(~0u, heavy[0] || heavy[1]);
+    }
+    // The heaviest weight of such a row becomes 1, as in a row's first tile.
+    __device__ __forceinline__ void lighten(const float (&sums)[2], const bool (&heavy)[2], float (&rescale)[2]) {
+        const float heaviest[2] = {largest(0), largest(1)};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float new_max = heavy[half] ? row_max[half] + log2_approximate(heaviest[half]) : row_max[half];
+            rescale[half] = exp2_approximate(row_max[half] - new_max);
+            row_max[half] = new_max;
             row_sum[half] = (row_sum[half] + sums[half]) * rescale[half];
-            narrowing[half] *= rescale[half];
+            limit[half] *= rescale[half];
+            const float weight = heaviest[half] * rescale[half];
+            narrowing[half] = heavy[half] ? widen(narrow<Element>(weight)) - weight : narrowing[half];
         }
 #pragma unroll
         for (int i = 0; i < KEYS / 2; i++) s[i] *= rescale[i / 2 % 2];

@@ -61,16 +61,23 @@ __device__ __forceinline__ void transpose_in_quad(uint32 (&words)[4], int i) {
         }
     }
 }
+// Two numbers, narrowed, or what that takes from them.
+template <bool REMAINDER> __device__ __forceinline__ uint32 narrowed(float low, float high) {
+    const uint32 both = hw::packed<Element>(low, high);
+    if (!REMAINDER) return both;
+    return hw::packed<Element>(lost(low, Element{(unsigned short)(both & 0xffff)}),
+                               lost(high, Element{(unsigned short)(both >> 16)}));
+}
 // One of the two rows that a quad holds of a product: of each eight columns a thread has two, held[n * 4] and the next. They
-// are scaled, narrowed and stored 16 bytes at a time, as far as the row is wide.
-template <int COUNT>
+// are scaled, narrowed and stored 16 bytes at a time, as far as the row is wide; or what that takes from them.
+template <int COUNT, bool REMAINDER = false>
 __device__ __forceinline__ void store_row(Element* row, const float* held, float scale, int quarter, bool inside, int width) {
 #pragma unroll
     for (int n = 0; n < COUNT / 8; n += 4) {
         uint32 words[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            if (n + i < COUNT / 8) words[i] = hw::packed<Element>(held[(n + i) * 4] * scale, held[(n + i) * 4 + 1] * scale);
+            if (n + i < COUNT / 8) words[i] = narrowed<REMAINDER>(held[(n + i) * 4] * scale, held[(n + i) * 4 + 1] * scale);
         transpose_in_quad(words, quarter);
         if (inside && (n + quarter) * 8 < width)
             *reinterpret_cast<uint4*>(row + (n + quarter) * 8) = make_uint4(words[0], words[1], words[2], words[3]);

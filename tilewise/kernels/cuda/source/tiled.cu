@@ -139,6 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
 #pragma unroll
         for (int slice = 0; slice < V_SLICES; slice++)
             store_two(out, acc[slice][i], slice * SLICE + 2 * lane, D_V, done.weight);
+        if (KEEPS_REMAINDER) {
+            Out* remainder = row_of<Out>(params.remainder, work.b, work.h, sequence.q_begin + query);
+#pragma unroll
+            for (int slice = 0; slice < V_SLICES; slice++)
+                store_two<true>(remainder, acc[slice][i], slice * SLICE + 2 * lane, D_V, done.weight);
+        }
         if (lane == 0) *row_of<float>(params.lse, work.b, work.h, sequence.q_begin + query) = done.lse;
     }
 }

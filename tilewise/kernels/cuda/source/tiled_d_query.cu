@@ -50,11 +50,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention(const __grid_con
     fill<THREADS>(q, row_of<const Element>(params.q, work.b, work.h, first_row), params.q.row, rows_left, D, params.scale);
     fill<THREADS>(d_out, row_of<const Element>(backward.d_out, work.b, work.h, first_row), backward.d_out.row, rows_left, D_V,
                   1.0f);
-    const Element* out = row_of<const Element>(params.out, work.b, work.h, first_row);
+    // (of what rounding took from out there is nothing then)
+    const int halves = backward.remainder.data ? 2 : 1;
 #pragma unroll 1
-    for (int slice = 0; slice < V_SLICES; slice++) {
+    for (int i = 0; i < halves * V_SLICES; i++) {
+        const Array& half = i < V_SLICES ? params.out : backward.remainder;
+        const int slice = i % V_SLICES;
+        const Element* from = row_of<const Element>(half, work.b, work.h, first_row) + slice * SLICE;
         __syncthreads();
-        fill<THREADS>(slice_of, out + slice * SLICE, params.out.row, rows_left, D_V - slice * SLICE, 1.0f);
+        fill<THREADS>(slice_of, from, half.row, rows_left, D_V - slice * SLICE, 1.0f);
         __syncthreads();
 #pragma unroll
         for (int c = 0; c < SLICE; c += 4)

@@ -71,12 +71,15 @@ __device__ __forceinline__ void add_weighted(float (&sums)[SUMS][2], const Weigh
     }
 }
 
-// Two columns of a row, those there are.
-template <class Stored>
+// Two columns of a row, those there are; or what rounding takes from them.
+template <bool REMAINDER = false, class Stored>
 __device__ __forceinline__ void store_two(Stored* row, const float (&values)[2], int column, int columns, float factor) {
 #pragma unroll
-    for (int e = 0; e < 2; e++)
-        if (column + e < columns) row[column + e] = narrow<Stored>(values[e] * factor);
+    for (int e = 0; e < 2; e++) {
+        const float x = values[e] * factor;
+        const Stored rounded = narrow<Stored>(x);
+        if (column + e < columns) row[column + e] = REMAINDER ? narrow<Stored>(lost(x, rounded)) : rounded;
+    }
 }
 
 // All threads together: rows and columns of global memory times a factor, 0 where there are none.
