@@ -179,7 +179,7 @@ struct Consumer {
     // A row's first keys: nothing to rescale yet.
     __device__ __forceinline__ void first_tile() {
         if (SCORED || keys.kind == PARTIAL) score<true>();  // the mask of a FULL tile holds: one copy of long scores less
-        rows.begin(launch);
+        rows.begin(launch, keys.kind == PARTIAL);
         cautious = rows.far_apart(rows_left);
         free_k();
     }
@@ -199,7 +199,7 @@ struct Consumer {
         score<true>();
         free_k();
         float rescale[2];
-        const bool needed = rows.exact(launch, rescale, false);
+        const bool needed = rows.exact(launch, rescale);
         wait_for_p_v();
         if (needed) rescale_acc(rescale);
         free_v();
@@ -212,7 +212,7 @@ struct Consumer {
         score<false>();
         float rescale[2], sums[2] = {};
         bool needed = false;
-        if (cautious) needed = rows.exact(launch, rescale, false);
+        if (cautious) needed = rows.exact(launch, rescale);
         else rows.speculate_first(launch, sums);
         hw::pin(sums);
         wait_for_p_v<HOLDS_WAIT>();
@@ -230,22 +230,23 @@ struct Consumer {
     // Whether speculation served; if not, what p should have been.
     __device__ __forceinline__ void look_at(const float (&sums)[2]) {
         bool heavy[2];
-        if (rows.is_ordinary(sums, rows_left) || !rows.has_heavy(sums, rows_left, lane, heavy)) {
+        if (rows.is_ordinary(sums, rows_left) || !rows.may_be_heavy(sums, rows_left, lane, heavy)) {
             rows.row_sum[0] += sums[0];
             rows.row_sum[1] += sums[1];
             return;
         }
         float rescale[2];
+        bool needed = true;
         if (rows.is_finite(sums, rows_left)) {
-            rows.lighten(sums, heavy, rescale);
+            needed = rows.lighten(sums, heavy, rescale);
         } else {
             multiply_q_k_again();
             score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
-            rows.exact(launch, rescale, true);
+            rows.exact(launch, rescale);
             cautious = true;
         }
-        rescale_acc(rescale);
-        pack_p();
+        if (needed) rescale_acc(rescale);
+        pack_p();  // even if nothing changed: the registers of the first time are free meanwhile
     }
     // Issue this tile's s and the last tile's p @ v; wait for s.
     __device__ __forceinline__ void begin_products() {

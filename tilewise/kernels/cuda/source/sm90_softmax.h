@@ -9,8 +9,8 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 // must stay below 65504.
 constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
 // A weight that is more than so much of its row's sum should be 1: any other is rounded, and out with it, while the sum is
-// not. A tile is looked at more closely where a thread's own sum is more than so much of what the row had.
-constexpr float HEAVY = 0.375f, SUSPECT = 0.5f;
+// not. A row's first keys under a mask may be few, and then the next tile's sums say little: so much more is let pass.
+constexpr float HEAVY = 0.375f, LENIENCE = 16;
 constexpr float FAR_BELOW = 0x1p-80f;
 constexpr int FAR_LANES = 7;  // of a warp: scores of 64 times the usual size have as many, those of 32 times hardly ever
 
@@ -41,7 +41,7 @@ template <int KEYS> struct Softmax {
     float row_max[2];  // as exponents of 2
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
     float narrowing[2];  // of the heaviest weight in it
-    float limit[2];  // of a thread's sum of a tile, up to which nobody looks at its weights
+    float limit[2];  // of a thread's sum of a tile, up to which nobody looks at its weights: about what the row had
 
     // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
     static constexpr int BATCH = 4;
@@ -83,7 +83,7 @@ template <int KEYS> struct Softmax {
     }
 
     // 5 row_max, rescale, p, row_sum
-    __device__ __forceinline__ void begin(const Launch& launch) {
+    __device__ __forceinline__ void begin(const Launch& launch, bool masked) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const float here = largest(half);
@@ -92,6 +92,9 @@ template <int KEYS> struct Softmax {
             row_sum[half] = 0;
         }
         exponentiate(launch, row_sum);
+#pragma unroll
+        for (int half = 0; half < 2; half++)  // by a quarter of the row, and its heaviest weight: nobody is asked
+            limit[half] = fmaxf(4 * row_sum[half], 1.0f) * (masked ? LENIENCE : 1.0f);
     }
     // Whether a row's first scores lie so far apart that speculation would fail again and again: a thread's own columns are
     // as good as nothing beside the largest. (None at all may be masked ones.)
@@ -99,19 +102,21 @@ template <int KEYS> struct Softmax {
         const bool first = 0 < row_sum[0] && row_sum[0] < FAR_BELOW, second = 0 < row_sum[1] && row_sum[1] < FAR_BELOW;
         return __popc(__ballot_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8))) >= FAR_LANES;
     }
-    // True if acc must be rescaled. A row may be above its row_max, if it has much besides, unless it is to follow `always`.
-    __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2], bool always) {
+    // True if acc must be rescaled. A row may be above its row_max where that is not heavy.
+    __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2]) {
         const float here[2] = {largest(0), largest(1)};
         bool needed = false;
 #pragma unroll
         for (int half = 0; half < 2; half++) {  // each row by itself: its bits must not depend on its neighbours
             const float new_max = here[half] * launch.binary_scale;
-            const bool rises = new_max > row_max[half] && (always || exp2_approximate(new_max - row_max[half]) > limit[half]);
+            const float before = fminf(sum_of_quad(row_sum[half]), SAFE_SUM), weight = exp2_approximate(new_max - row_max[half]);
+            const bool rises = new_max > row_max[half] && (1 - HEAVY) * weight > HEAVY * before;
             const float larger = rises ? new_max : row_max[half];
             rescale[half] = rises ? exp2_approximate(row_max[half] - larger) : 1.0f;
             row_max[half] = larger;
             if (rises) narrowing[half] = narrowing_of(launch, here[half], larger);
             row_sum[half] *= rescale[half];
+            if (rises) limit[half] = fmaxf(limit[half] * rescale[half], 1.0f);
             needed |= rises;
         }
         exponentiate(launch, row_sum);
@@ -140,10 +145,7 @@ template <int KEYS> struct Softmax {
             s[i] = exp2_approximate(fmaf(s[i], scale, shift[i / 2 % 2]));
             sums[i / 2 % 2] += s[i];
         }
-        set_limit(0, sum_of_quad(sums[0]));
-        set_limit(1, sum_of_quad(sums[1]));
     }
-    __device__ __forceinline__ void set_limit(int half, float total) { limit[half] = fminf(SUSPECT * total, SAFE_SUM); }
 
     // p with the row_max of the tiles before: no maximum, no exchange between threads. A row that had no key yet comes to
     // infinity. The first part is done while products are under way, the rest after they were waited for.
@@ -171,32 +173,35 @@ template <int KEYS> struct Softmax {
         const bool first = !(sums[0] <= FINITE_SUM), second = !(sums[1] <= FINITE_SUM);
         return !__any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
     }
-    // The closer look: which rows have a weight that is heavy, or too large. False if none has.
-    __device__ __forceinline__ bool has_heavy(const float (&sums)[2], int rows_left, int lane, bool (&heavy)[2]) {
+    // The closer look: whether a row may have a weight that is heavy, or too large: a thread of its quad has such a sum.
+    __device__ __forceinline__ bool may_be_heavy(const float (&sums)[2], int rows_left, int lane, bool (&heavy)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float total = sum_of_quad(row_sum[half] + sums[half]);
-            const bool own = !(sums[half] <= fminf(HEAVY * total, SAFE_SUM)) && rows_left > 8 * half;
+            limit[half] = fminf(sum_of_quad(row_sum[half] + sums[half]), SAFE_SUM);
+            const bool own = !(sums[half] <= HEAVY * limit[half]) && rows_left > 8 * half;
             heavy[half] = __ballot_sync(~0u, own) >> (lane & 28) & 15;
-            set_limit(half, total);
         }
         return __any_sync(~0u, heavy[0] || heavy[1]);
     }
-    // The heaviest weight of such a row becomes 1, as in a row's first tile.
-    __device__ __forceinline__ void lighten(const float (&sums)[2], const bool (&heavy)[2], float (&rescale)[2]) {
+    // Of such rows, the heaviest weight becomes 1, as in a row's first tile, if it is heavy. True if acc must be rescaled.
+    __device__ __forceinline__ bool lighten(const float (&sums)[2], const bool (&heavy)[2], float (&rescale)[2]) {
         const float heaviest[2] = {largest(0), largest(1)};
+        bool needed = false;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float new_max = heavy[half] ? row_max[half] + log2_approximate(heaviest[half]) : row_max[half];
-            rescale[half] = exp2_approximate(row_max[half] - new_max);
+            const bool rises = heavy[half] && heaviest[half] > HEAVY * limit[half];
+            const float new_max = rises ? row_max[half] + log2_approximate(heaviest[half]) : row_max[half];
+            rescale[half] = rises ? exp2_approximate(row_max[half] - new_max) : 1.0f;
             row_max[half] = new_max;
             row_sum[half] = (row_sum[half] + sums[half]) * rescale[half];
             limit[half] *= rescale[half];
             const float weight = heaviest[half] * rescale[half];
-            narrowing[half] = heavy[half] ? widen(narrow<Element>(weight)) - weight : narrowing[half];
+            if (rises) narrowing[half] = widen(narrow<Element>(weight)) - weight;
+            needed |= rises;
         }
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) s[i] *= rescale[i / 2 % 2];
+        for (int i = 0; i < KEYS / 2; i++) s[i] *= rescale[i / 2 % 2];  // by 1 too: to spare it took registers
+        return __any_sync(~0u, needed);
     }
 };
 
