@@ -36,7 +36,9 @@ def sources() -> list[Source]:
     for case in conformance():
         call = case.inputs().call()
         if support.unsupported(call.spec, replace(call.shape, device="cuda:0"), None) is None:
-            every = (*_forward(call.spec, call.shape), *_backward(call.spec, call.shape))
+            training = replace(call.spec, keeps_remainder=True)
+            forward = (source for spec in (call.spec, training) for source in _forward(spec, call.shape))
+            every = (*forward, *_backward(call.spec, call.shape))
             found |= {source.text: source for source in every}
     return list(found.values())
 

@@ -13,7 +13,7 @@ import tilewise as tw
 from tests.cuda.fake_gpu import FakeGpu
 from tests.cuda.test_launch import HOPPER, TILED
 from tests.cuda.test_ops import needs_compiler
-from tilewise import dispatch
+from tilewise import dispatch, reference
 from tilewise.dispatch import Unsupported
 from tilewise.schedule import Kind
 from tilewise.spec import Partial, Tile
@@ -111,6 +111,32 @@ def _check_gradients(kernel: str, kind: dict[str, Any], seed: int = 0) -> None:
     for x, y in zip(found, (want.q, want.k, want.v, want.sinks), strict=True):
         off = np.abs(x.double().numpy() - y).max() / np.abs(y).max()
         assert off < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("kernel", ["cuda/tiled", "cuda/forward_sm90"])
+def test_a_launch_stores_what_rounding_takes_from_out(kernel: str, fake_gpu: FakeGpu) -> None:
+    """Where it is told, behind sinks. A backward pass that is ready for it reads it, wherever it is."""
+    torch.manual_seed(0)
+    q, k, v, d_out = (torch.randn(1, 2, 100, 64).bfloat16() for _ in range(4))
+    call, system = prepare(12 * q, k, v, causal=True, sinks=torch.randn(2)), dispatch.kernel(kernel)
+    spec, operands = replace(call.spec, keeps_remainder=True), (call.q, call.k, call.v)
+    ready = system.prepared(spec, *operands)
+    assert ready.keeps_remainder and not system.prepared(call.spec, *operands).keeps_remainder
+    kept = system.forward(spec, *operands)
+    saved = Partial(
+        torch.full_like(kept.out, torch.nan), torch.empty_like(kept.lse), torch.full_like(kept.out, torch.nan)
+    )
+    ready.launch([x.data_ptr() for x in (*operands, *saved, spec.sinks, saved.remainder)])
+    assert torch.equal(saved.out, kept.out) and torch.equal(saved.remainder, kept.remainder)
+    want = reference.backward(call.spec, *operands, d_out).q
+    errors = []
+    for given in (kept, Partial(kept.out, kept.lse)):
+        backward = system.prepared_backward(call.spec, *operands, given, d_out)
+        other = replace(given, remainder=None if given.remainder is None else saved.remainder)
+        grads = [backward.run(*operands, x, d_out, None, [], spec.sinks) for x in (given, other)]
+        assert torch.equal(grads[0].q, grads[1].q) and torch.equal(grads[0].sinks, grads[1].sinks)
+        errors.append(float(np.linalg.norm(grads[0].q.double().numpy() - want) / np.linalg.norm(want)))
+    assert errors[0] < 3e-3 < errors[1]
 
 
 def _learned(heads: int, n: int) -> list[Any]:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import product
 
 from tilewise.expr import Expr, K, Q
@@ -28,11 +29,13 @@ def masks() -> list[Expr | None]:
 
 
 def common() -> list[Source]:
-    """Of both passes."""
+    """Of both passes; the forward pass of training keeps what rounding takes from out."""
     found: dict[str, Source] = {}
     for d, dtype, n, mask in product(DIMENSIONS, DTYPES, LENGTHS, masks()):
         spec, shape = Attention(d**-0.5, mask), Shape(1, 1, 1, n, n, d, d, dtype)
-        sources = [source_of(spec, shape, HOPPER), *backward_sources_of(BACKWARD_SM90, spec, shape)]
+        training = replace(spec, keeps_remainder=True)
+        sources = [source_of(x, shape, HOPPER) for x in (spec, training)]
+        sources += backward_sources_of(BACKWARD_SM90, spec, shape)
         found |= {source.text: source for source in sources}
     return list(found.values())
 
