@@ -6,6 +6,7 @@ import argparse
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--d-v", metavar="D", help="the head dimension of v, if not --d")
     parser.add_argument("--dtype", default="bfloat16", metavar="LIST", help="(default: %(default)s)")
     parser.add_argument("--n", default="1024,4096", metavar="LIST", help="lengths (default: %(default)s)")
-    parser.add_argument("--backward", action="store_true", help="the kernels of their gradients, too")
+    parser.add_argument("--backward", action="store_true", help="the kernels of training, too")
     parser.add_argument(
         "--arch", metavar="LIST", help="such as sm_90a (default: this machine's GPUs, or sm_90a if it has none)"
     )
@@ -120,8 +121,15 @@ def _sources(cell: Cell, d_v: int, capability: tuple[int, int], backward: bool) 
     q, k, v = (np.zeros((1, cell.heads, cell.n_q, d), dtype) for d in (cell.d, cell.d, d_v))
     options = VARIANTS[cell.variant].options(np.random.default_rng(0), cell, lambda x: x)
     call = validate.prepare(q, k, v, **options)
-    gradients = gradient_sources_of(call.spec, call.shape, capability) if backward else []
-    return [*sources_of(call.spec, call.shape, capability), *gradients]
+    forward = sources_of(call.spec, call.shape, capability)
+    if not backward:
+        return forward
+    training = replace(call.spec, keeps_remainder=True)  # whose forward pass has a kernel of its own
+    return [
+        *forward,
+        *sources_of(training, call.shape, capability),
+        *gradient_sources_of(call.spec, call.shape, capability),
+    ]
 
 
 def _capabilities(given: str | None) -> list[tuple[int, int]]:
