@@ -204,6 +204,7 @@ def test_common_calls_have_kernels_compiled_ahead(mask: Expr | None) -> None:
     for d, n in ((64, 300), (64, 5000), (128, 1), (256, 100_000)):
         shape = Shape(2, 8, 4, n, n, d, d, "bfloat16", "cuda:0")
         assert source_of(Attention(0.3, mask), shape, HOPPER).text in texts
+        assert source_of(Attention(0.3, mask, keeps_remainder=True), shape, HOPPER).text in texts
         assert {x.text for x in backward_sources_of(BACKWARD_SM90, Attention(0.3, mask), shape)} <= texts
 
 
