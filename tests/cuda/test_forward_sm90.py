@@ -241,25 +241,20 @@ MISTAKES: dict[str, Mistake] = {
     "a tile too few": Mistake("deadlock", "causal", {"tile >= run.first": "tile > run.first"}),
     "a mask one key off": Mistake(WRONG, "causal", {"(first + i) * 8 + e);": "(first + i) * 8 + e + 1);"}),
     # Softmax.
-    "no rescale of row_sum": Mistake(WRONG, "cliff", {"row_sum[half] *= rescale[half];": ""}),
+    "no rescale of row_sum": Mistake(WRONG, "cliff", {"row_sum[half] *= rescale[half];\n            if (rises)": "if (rises)"}),
     "no rescale of acc": Mistake(
-        WRONG, "steep", {"if (needed) rescale_acc(rescale);\n        pack_p();  //": "pack_p();  //"},
+        WRONG, "steep", {"        rescale_acc(rescale);\n        pack_p();\n    }": "        pack_p();\n    }"},
     ),
     "no rescale of acc after a tile computed again": Mistake(
         WRONG, "cliff", {"if (needed) rescale_acc(rescale);\n            pack_p();": "pack_p();"},
     ),
     "weights not packed again": Mistake(
-        WRONG, "steep", {"rescale_acc(rescale);\n        pack_p();  //": "rescale_acc(rescale);  //"},
+        WRONG, "steep", {"rescale_acc(rescale);\n        pack_p();\n    }": "rescale_acc(rescale);\n    }"},
     ),
     "all sums taken as ordinary": Mistake(WRONG, "cliff", {"rows.is_ordinary(sums, rows_left)": "true"}),
-    "no sum taken as too large": Mistake(
-        WRONG, "steep, in float16",
-        {"fminf(sum_of_quad(row_sum[half] + sums[half]), SAFE_SUM);": "sum_of_quad(row_sum[half] + sums[half]);"},
-    ),
-    "no rescale of row_sum where a row is lightened": Mistake(
-        WRONG, "steep",
-        {"(row_sum[half] + sums[half]) * rescale[half];": "row_sum[half] + sums[half] * rescale[half];"},
-    ),
+    "all sums taken as safe": Mistake(WRONG, "cliff", {"if (rows.is_safe(sums, rows_left))": "if (true)"}),
+    "the sum of a tamed tile as it was": Mistake(WRONG, "steep", {"sums[half] *= rescale[half];": ""}),
+    "sums left out where a row is corrected": Mistake(WRONG, "rising", {"row_sum[half] += sums[half];": ""}),
     "all sums taken as numbers": Mistake(WRONG, "cliff", {"if (rows.is_finite(sums, rows_left))": "if (true)"}),
     "float16's range forgotten": Mistake(WRONG, "steep, in float16", {"0x1p31f : 0x1p14f": "0x1p31f : 0x1p31f"}),
     "another row of k the second time": Mistake(
@@ -282,14 +277,14 @@ def test_a_mistake_is_caught(mistake: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 # -- speculation ------------------------------------------------------------------------------------------------------
 
-RARE = {"lightened": "needed = rows.lighten(sums, heavy, rescale);", "again": "            multiply_q_k_again();"}
+RARE = {"tamed": "rows.tame(sums, rescale);", "again": "            multiply_q_k_again();"}
 
 
 @pytest.mark.parametrize(
     ("problem", "runs"),
     [
-        ("flat", []), ("rising", ["lightened"]), ("steep", ["lightened"]), ("steep, in float16", ["lightened"]),
-        ("cliff", ["again"]), ("late", ["lightened", "again"]),
+        ("flat", []), ("rising", ["tamed"]), ("steep", ["tamed"]), ("steep, in float16", ["tamed"]),
+        ("cliff", ["again"]), ("late", ["again"]),
     ],
 )  # fmt: skip
 def test_what_is_rare_runs_where_it_should(problem: str, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

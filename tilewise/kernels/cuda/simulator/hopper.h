@@ -97,6 +97,7 @@ template <int N> void wgmma_wait_in_place(bool, CALLED_FROM) { simulator::wgmma_
 inline void wgmma_wait_together(CALLED_FROM) { simulator::wgmma_wait(0, where); }
 template <class T, int N> void pin(T (&)[N]) {}
 inline int anew(int x) { return x; }
+inline float largest_of_three(float a, float b, float c) { return fmaxf(fmaxf(a, b), c); }
 inline void mma(float* d, const uint32 (&a)[4], uint32 b0, uint32 b1, CALLED_FROM) {
     const uint32 b[2] = {b0, b1};
     simulator::mma(d, a, b, IsBFloat<Element>::value, where);

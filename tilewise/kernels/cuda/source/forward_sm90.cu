@@ -228,25 +228,28 @@ struct Consumer {
         free_v();
     }
     // Whether speculation served; if not, what p should have been.
-    __device__ __forceinline__ void look_at(const float (&sums)[2]) {
-        bool heavy[2];
-        if (rows.is_ordinary(sums, rows_left) || !rows.may_be_heavy(sums, rows_left, lane, heavy)) {
+    __device__ __forceinline__ void look_at(float (&sums)[2]) {
+        if (rows.is_ordinary(sums, rows_left)) {
             rows.row_sum[0] += sums[0];
             rows.row_sum[1] += sums[1];
             return;
         }
+        if (rows.is_safe(sums, rows_left)) {
+            rows.correct(sums);
+            return;
+        }
         float rescale[2];
-        bool needed = true;
         if (rows.is_finite(sums, rows_left)) {
-            needed = rows.lighten(sums, heavy, rescale);
+            rows.tame(sums, rescale);
+            rows.correct(sums);
         } else {
             multiply_q_k_again();
             score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this
             rows.exact(launch, rescale);
             cautious = true;
         }
-        if (needed) rescale_acc(rescale);
-        pack_p();  // even if nothing changed: the registers of the first time are free meanwhile
+        rescale_acc(rescale);
+        pack_p();
     }
     // Issue this tile's s and the last tile's p @ v; wait for s.
     __device__ __forceinline__ void begin_products() {
@@ -287,7 +290,7 @@ struct Consumer {
         const float sink = sink_of(launch.params, work.h);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const Finished done = finished(launch, row_max[half], sum_of_quad(row_sum[half]), narrowing[half], sink);
+            const Finished done = finished(launch, row_max[half], sum_of_quad(row_sum[half]), sum_of_quad(narrowing[half]), sink);
             const bool inside = half * 8 < left;
             if (inside && quarter == 0) *row_of<float>(launch.params.lse, work.b, work.h, row + half * 8) = done.lse;
             Out* out = row_of<Out>(launch.params.out, work.b, work.h, row + half * 8);

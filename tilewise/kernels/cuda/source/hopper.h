@@ -150,6 +150,11 @@ template <class T> INLINE uint32 packed(float low, float high) {
     return both;
 }
 
+// Of numbers that are not negative, whose bits compare as they do: one instruction, where floats take two.
+INLINE float largest_of_three(float a, float b, float c) {
+    return __uint_as_float(max(max(__float_as_uint(a), __float_as_uint(b)), __float_as_uint(c)));
+}
+
 // The compiler may not move these registers' values across this place.
 template <int N> INLINE void pin(float (&values)[N]) {
 #pragma unroll

@@ -8,9 +8,12 @@ constexpr bool SCORED = variant::HAS_SCORE || !RAW_SCORES;  // whether scores ch
 // Weights are safe up to here, and can be rescaled up to there: a weight of 2^x is off by a rounding of x. In float16 they
 // must stay below 65504.
 constexpr float SAFE_SUM = IsBFloat<Element>::value ? 0x1p31f : 0x1p14f, FINITE_SUM = 0x1p120f;
-// A weight that is more than so much of its row's sum should be 1: any other is rounded, and out with it, while the sum is
-// not. A row's first keys under a mask may be few, and then the next tile's sums say little: so much more is let pass.
-constexpr float HEAVY = 0.375f, LENIENCE = 16;
+// Powers of 2 that a row's sum is brought below 1. In float16, whose small weights would lose digits, it stays above.
+constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
+// Where the maximum is looked for, a weight that is more than so much of its row's sum becomes 1, which is not rounded.
+constexpr float HEAVY = 0.375f;
+// A row's first keys under a mask may be few, and then the next tile's sums say little: so much more is let pass.
+constexpr float LENIENCE = 16;
 constexpr float FAR_BELOW = 0x1p-80f;
 constexpr int FAR_LANES = 7;  // of a warp: scores of 64 times the usual size have as many, those of 32 times hardly ever
 
@@ -40,7 +43,7 @@ template <int KEYS> struct Softmax {
     float s[KEYS / 2];
     float row_max[2];  // as exponents of 2
     float row_sum[2];  // of the thread's own columns; the quad's are added up at the end
-    float narrowing[2];  // of the heaviest weight in it
+    float narrowing[2];  // of the heaviest weights in it, a thread's share
     float limit[2];  // of a thread's sum of a tile, up to which nobody looks at its weights: about what the row had
 
     // 3 score, 4 mask. What a score reads is read for several groups of columns at once, as each takes its time.
@@ -88,7 +91,7 @@ template <int KEYS> struct Softmax {
         for (int half = 0; half < 2; half++) {
             const float here = largest(half);
             row_max[half] = here * launch.binary_scale;
-            narrowing[half] = narrowing_of(launch, here, row_max[half]);
+            narrowing[half] = narrowing_of(launch, here, row_max[half]) / 4;
             row_sum[half] = 0;
         }
         exponentiate(launch, row_sum);
@@ -114,7 +117,7 @@ template <int KEYS> struct Softmax {
             const float larger = rises ? new_max : row_max[half];
             rescale[half] = rises ? exp2_approximate(row_max[half] - larger) : 1.0f;
             row_max[half] = larger;
-            if (rises) narrowing[half] = narrowing_of(launch, here[half], larger);
+            if (rises) narrowing[half] = narrowing[half] * rescale[half] + narrowing_of(launch, here[half], larger) / 4;
             row_sum[half] *= rescale[half];
             if (rises) limit[half] = fmaxf(limit[half] * rescale[half], 1.0f);
             needed |= rises;
@@ -166,42 +169,51 @@ template <int KEYS> struct Softmax {
     }
     // Whether no row of the warp needs a closer look: those beyond the last query may be anything.
     __device__ __forceinline__ bool is_ordinary(const float (&sums)[2], int rows_left) const {
-        const bool first = !(sums[0] <= limit[0]), second = !(sums[1] <= limit[1]);
-        return !__any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
+        return all_below(limit, sums, rows_left);
+    }
+    __device__ __forceinline__ static bool is_safe(const float (&sums)[2], int rows_left) {
+        return all_below({SAFE_SUM, SAFE_SUM}, sums, rows_left);
     }
     __device__ __forceinline__ static bool is_finite(const float (&sums)[2], int rows_left) {
-        const bool first = !(sums[0] <= FINITE_SUM), second = !(sums[1] <= FINITE_SUM);
+        return all_below({FINITE_SUM, FINITE_SUM}, sums, rows_left);
+    }
+    __device__ __forceinline__ static bool all_below(const float (&limits)[2], const float (&sums)[2], int rows_left) {
+        const bool first = !(sums[0] <= limits[0]), second = !(sums[1] <= limits[1]);
         return !__any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
     }
-    // The closer look: whether a row may have a weight that is heavy, or too large: a thread of its quad has such a sum.
-    __device__ __forceinline__ bool may_be_heavy(const float (&sums)[2], int rows_left, int lane, bool (&heavy)[2]) {
+    // The closer look: of a row that few weights make up acc has them as they are narrowed, and so must the sum that it is
+    // divided by. The heaviest of a thread's own are enough.
+    __device__ __forceinline__ void correct(const float (&sums)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            limit[half] = fminf(sum_of_quad(row_sum[half] + sums[half]), SAFE_SUM);
-            const bool own = !(sums[half] <= HEAVY * limit[half]) && rows_left > 8 * half;
-            heavy[half] = __ballot_sync(~0u, own) >> (lane & 28) & 15;
+            const float heaviest = largest_weight(half);
+            narrowing[half] += widen(narrow<Element>(heaviest)) - heaviest;
+            row_sum[half] += sums[half];
+            limit[half] = fminf(sum_of_quad(row_sum[half]), SAFE_SUM);
         }
-        return __any_sync(~0u, heavy[0] || heavy[1]);
     }
-    // Of such rows, the heaviest weight becomes 1, as in a row's first tile, if it is heavy. True if acc must be rescaled.
-    __device__ __forceinline__ bool lighten(const float (&sums)[2], const bool (&heavy)[2], float (&rescale)[2]) {
-        const float heaviest[2] = {largest(0), largest(1)};
-        bool needed = false;
+    // Of a thread's own.
+    __device__ __forceinline__ float largest_weight(int half) const {
+        float found[2] = {0, 0};  // by turns: neither waits for the other
+#pragma unroll
+        for (int n = 0; n < KEYS / 8; n++)
+            found[n % 2] = hw::largest_of_three(found[n % 2], s[n * 4 + half * 2], s[n * 4 + half * 2 + 1]);
+        return fmaxf(found[0], found[1]);
+    }
+    // Weights too large, but numbers: a power of 2 brings them down again, further than needed, as they may go on growing.
+    __device__ __forceinline__ void tame(float (&sums)[2], float (&rescale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const bool rises = heavy[half] && heaviest[half] > HEAVY * limit[half];
-            const float new_max = rises ? row_max[half] + log2_approximate(heaviest[half]) : row_max[half];
-            rescale[half] = rises ? exp2_approximate(row_max[half] - new_max) : 1.0f;
-            row_max[half] = new_max;
-            row_sum[half] = (row_sum[half] + sums[half]) * rescale[half];
-            limit[half] *= rescale[half];
-            const float weight = heaviest[half] * rescale[half];
-            if (rises) narrowing[half] = widen(narrow<Element>(weight)) - weight;
-            needed |= rises;
+            const int exponent = exponent_of(sum_of_quad(sums[half]));
+            const int lowered = exponent > 0 ? max(min(exponent + ROOM_TO_GROW, 126), 0) : 0;
+            rescale[half] = power_of_2(-lowered);
+            row_max[half] += float(lowered);
+            sums[half] *= rescale[half];
+            row_sum[half] *= rescale[half];
+            narrowing[half] *= rescale[half];
         }
 #pragma unroll
-        for (int i = 0; i < KEYS / 2; i++) s[i] *= rescale[i / 2 % 2];  // by 1 too: to spare it took registers
-        return __any_sync(~0u, needed);
+        for (int i = 0; i < KEYS / 2; i++) s[i] *= rescale[i / 2 % 2];
     }
 };
 
