@@ -86,6 +86,19 @@ def test_random_calls(problem: Problem) -> None:
     problem.check(*_decoded(problem, "auto"))
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("variant", ["causal", "sinks"])
+@pytest.mark.parametrize("lengths", [(40, 0), (0, 0)])
+def test_a_kernel_that_needs_keys_decodes_a_sequence_without(
+    lengths: tuple[int, ...], variant: str, library: str
+) -> None:
+    kernel = "cuda-sim/forward_sm90"
+    if (reason := dispatch.kernel(kernel).unavailable()) is not None:
+        pytest.skip(f"{kernel} cannot run on this machine: {reason}")
+    problem = Problem(variant, lengths, dtype="float16", d=64, d_v=64)
+    problem.check(*_decoded(problem, kernel, library))
+
+
 @pytest.mark.parametrize("page", [None, 16])
 def test_the_reference_decodes(page: int | None) -> None:
     problem = Problem("alibi", n_q=2, page=page)

@@ -70,12 +70,24 @@ def by_sequences(forward: Forward, spec: Attention, q: Any, cache: Cache) -> Par
     """A forward pass on the keys of each sequence; on all at once if they are equally long and lie side by side."""
     keys_and_values = cache.together()
     if keys_and_values is not None:
-        return forward(spec, q, *keys_and_values)
+        return _attended(forward, spec, q, *keys_and_values)
     parts = [
-        forward(replace(spec, positions=Positions(first_batch=b)), q[b : b + 1], *cache.sequence(b))
+        _attended(forward, replace(spec, positions=Positions(first_batch=b)), q[b : b + 1], *cache.sequence(b))
         for b in range(cache.batch)
     ]
     return Partial(_joined([part.out for part in parts]), _joined([part.lse for part in parts]))
+
+
+def _attended(forward: Forward, spec: Attention, q: Any, k: Any, v: Any) -> Partial:
+    """By the forward pass, unless there is no key yet: a system was chosen for a full cache, and may need keys."""
+    if k.shape[2]:
+        return forward(spec, q, k, v)
+    rows, wide = q.shape[:3], str(arrays.compute_dtype(arrays.dtype_name(q)))
+    if arrays.is_torch(q):
+        lse = q.new_full(rows, -np.inf, dtype=getattr(sys.modules["torch"], wide))
+        return Partial(q.new_zeros((*rows, v.shape[3])), lse if spec.sinks is None else lse.copy_(spec.sinks[:, None]))
+    of_heads = -np.inf if spec.sinks is None else arrays.widen(spec.sinks, wide)[:, None]
+    return Partial(np.zeros((*rows, v.shape[3]), q.dtype), np.full(rows, of_heads, wide))
 
 
 def _joined(parts: list[Any]) -> Any:

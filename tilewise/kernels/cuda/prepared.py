@@ -31,8 +31,6 @@ class Prepared:
     Threads may share one: a launch fills in a room of its own.
     """
 
-    keeps_remainder = False
-
     def __init__(
         self, device: int, source: Source, blocks: int, params: Any, places: Sequence[int], tables: Sequence[Any],
         refining: Refining | None = None, mapped: Sequence[int] = (), keeps_remainder: bool = False,
