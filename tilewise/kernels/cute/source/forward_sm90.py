@@ -533,18 +533,26 @@ def speculative_step(c, tile):
 def weigh_again(c, tile, sums):
     """A weight may be most of its row: what it gained when it was narrowed counts, or speculation did not serve."""
     element = c.q_tile.element_type
+    if any_above(safe_sum(element), sums, c.rows_left[0]):
+        correct(c, tile, sums)
+    else:
+        add_to(c.rows.row_sum, sums)
+        add_narrowing(c.rows, c.s, element)
+
+
+@cute.jit
+def correct(c, tile, sums):
+    """Speculation did not serve: what p should have been."""
+    element, rescale = c.q_tile.element_type, cute.make_rmem_tensor_like(c.rows.row_max)
     if any_above(FINITE_SUM, sums, c.rows_left[0]):
         multiply_q_k_again(c)
         score_tile(c, anew(tile), held_cells(c))  # nothing of the first time is kept for this
-        multiply_rows(c.acc, exact(c.rows, c.s, 0.0, element))
-        pack(c)
+        copy(exact(c.rows, c.s, 0.0, element), rescale)
     else:
-        if any_above(safe_sum(element), sums, c.rows_left[0]):
-            multiply_rows(c.acc, tame(c.rows, c.s, sums, element))
-            pack(c)
-        else:
-            add_to(c.rows.row_sum, sums)
-        add_narrowing(c.rows, c.s, sums, element)
+        copy(tame(c.rows, c.s, sums, element), rescale)
+        add_narrowing(c.rows, c.s, element)
+    multiply_rows(c.acc, rescale)
+    pack(c)
 
 
 def eighths_before_wait(build):
@@ -679,4 +687,4 @@ def copied(rows):
     made = [cute.make_rmem_tensor_like(x) for x in (rows.row_max, rows.row_sum, rows.narrowing)]
     for to, from_ in zip(made, (rows.row_max, rows.row_sum, rows.narrowing), strict=True):
         copy(from_, to)
-    return Rows(*made, rows.factor)
+    return Rows(*made, rows.total, rows.factor)

@@ -8,7 +8,6 @@ import operator
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32
 
-from tilewise.kernels.cute.source.hopper import anew
 from tilewise.kernels.cute.source.operations import maximum, minimum, where
 from tilewise.kernels.cute.source.tiles import (
     exp2,
@@ -23,9 +22,9 @@ from tilewise.kernels.cute.source.vocabulary import by_rows
 
 PATIENCE = 8.0  # how far, as a power of 2, a row may be above its row_max before it is worth a rescale
 FINITE_SUM = 2.0**120  # up to here weights can be rescaled
-# A thread's weights of a tile are heavy if they add up to this many times those of all its tiles before: one of them
-# may be most of its row, and its rounding most of the result's error. Of many that are alike roundings cancel out.
-HEAVY = 4.0
+# A thread's weights of a tile are heavy if they add up to this many times what its whole row had: one of them may be
+# most of the row, and its rounding most of the result's error. Of many that are alike roundings cancel out.
+HEAVY = 2.0
 
 
 def safe_sum(element):
@@ -47,6 +46,7 @@ def begin_rows(rows, s, element):
         shift = finite(rows.row_max[row])
         rows.row_sum[row] = _exponentiate(s, row, rows.factor, -shift)
         rows.narrowing[row] = narrowing_of(here, rows.factor, shift, element)
+        rows.total[row] = sum_of_quad(rows.row_sum[row])
 
 
 def exact(rows, s, patience, element):
@@ -63,6 +63,7 @@ def exact(rows, s, patience, element):
         rows.row_sum[row] = rows.row_sum[row] * rescales[row] + _exponentiate(s, row, rows.factor, -shift)
         narrowed = narrowing_of(here, rows.factor, shift, element)
         rows.narrowing[row] = rows.narrowing[row] * rescales[row] + narrowed
+        rows.total[row] = sum_of_quad(rows.row_sum[row])
     return rescales
 
 
@@ -92,7 +93,7 @@ def speculate(rows, s, sums, first, last):
 
 def any_heavy(rows, sums, rows_left, element):
     """Whether weights of this tile, whose sums these are, may be most of a row of this warp, or are not safe."""
-    limits = [cute.arch.fmin(HEAVY * rows.row_sum[row], safe_sum(element)) for row in range(2)]
+    limits = [cute.arch.fmin(HEAVY * rows.total[row], safe_sum(element)) for row in range(2)]
     return _any_above(limits, sums, rows_left)
 
 
@@ -110,8 +111,8 @@ def _any_above(limits, sums, rows_left):
 
 
 def tame(rows, s, sums, element):
-    """Weights too large, but numbers: a power of 2 brings them and their sums down again, further than needed, as they
-    may go on growing. What acc is to be multiplied by."""
+    """Weights too large, but numbers: a power of 2 brings them down again, further than needed, as they may go on
+    growing. What acc is to be multiplied by."""
     s_rows, rescales = by_rows(s), cute.make_rmem_tensor_like(rows.row_max)
     for row in range(2):
         exponent = _exponent(sum_of_quad(sums[row]))
@@ -119,22 +120,22 @@ def tame(rows, s, sums, element):
         lowered = where(exponent > 0, lowered, Int32(0))
         rescales[row] = ((127 - lowered) << 23).bitcast(Float32)
         rows.row_max[row] = rows.row_max[row] + Float32(lowered)
-        sums[row] = sums[row] * rescales[row]
-        rows.row_sum[row] = rows.row_sum[row] * rescales[row] + sums[row]
+        rows.row_sum[row] = (rows.row_sum[row] + sums[row]) * rescales[row]
         rows.narrowing[row] = rows.narrowing[row] * rescales[row]
         for column in range(cute.size(s_rows, mode=[1])):
             s_rows[row, column] = s_rows[row, column] * rescales[row]
     return rescales
 
 
-def add_narrowing(rows, s, sums, element):
-    """What the weights of a tile, whose sums these are, gained by being narrowed. They are narrowed anew: if this read
-    the registers that products take them from, the compiler would no longer leave those to the products."""
+def add_narrowing(rows, s, element):
+    """What the heaviest of a thread's weights of a tile gained by being narrowed: others are too light to matter. And
+    what the whole row has by now."""
     s_rows = by_rows(s)
     for row in range(2):
         columns = range(cute.size(s_rows, mode=[1]))
-        taken = folded(operator.add, [anew(s_rows[row, column]).to(element).to(Float32) for column in columns])
-        rows.narrowing[row] = rows.narrowing[row] + (taken - sums[row])
+        heaviest = folded(cute.arch.fmax, [s_rows[row, column] for column in columns])
+        rows.narrowing[row] = rows.narrowing[row] + (heaviest.to(element).to(Float32) - heaviest)
+        rows.total[row] = sum_of_quad(rows.row_sum[row])
 
 
 def _exponent(x):

@@ -128,17 +128,19 @@ class Rows(NamedTuple):
     row_max: cute.Tensor
     row_sum: cute.Tensor
     narrowing: cute.Tensor  # what heavy weights gained when they were narrowed, of the thread's own keys as row_sum is
+    total: cute.Tensor  # of the quad's row_sum, as it was when somebody last looked
     factor: Float32  # what scores are multiplied by to be exponents of 2
 
 
 def rows_of(acc, factor):
     """Before their first keys."""
     count = cute.size(by_rows(acc), mode=[0])
-    row_max, row_sum, narrowing = (cute.make_rmem_tensor((count,), Float32) for _ in range(3))
+    row_max, row_sum, narrowing, total = (cute.make_rmem_tensor((count,), Float32) for _ in range(4))
     row_max.fill(-INFINITY)
     row_sum.fill(0.0)
     narrowing.fill(0.0)
-    return Rows(row_max, row_sum, narrowing, factor)
+    total.fill(0.0)
+    return Rows(row_max, row_sum, narrowing, total, factor)
 
 
 def online_softmax(rows, s, element):
