@@ -10,7 +10,7 @@ may touch. A failure is made small by itself, and printed as a line that asks fo
     python tests/fuzz.py --left                                  # which calls are not on record yet
     python tests/fuzz.py --merge FILE ... ; python tests/fuzz.py --tell
 
-On systems that compile, calls share kernels (--pool). TRITON_INTERPRET=1 takes Triton's interpreter.
+On systems that compile, calls share kernels (--shapes). TRITON_INTERPRET=1 takes Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tests.proof import digest
 from tilewise.cli.terminal import progress
 
 MOST_FAILURES = 10
-BLOCK = 16  # seeds that a process takes at a time, where nothing is compiled for them
+BLOCK = 15  # seeds that a process takes at a time, where nothing is compiled for them
 
 
 def run(
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _block(put: Put) -> int:
     """Seeds that one process takes at a time: all of a variant's, where it is compiled."""
-    return put.wanted.calls if put.wanted.pool is not None else BLOCK
+    return put.wanted.shapes if systems.compiles(put.name) else BLOCK
 
 
 def _told(put: Put, report: Report, shrink_seconds: float) -> int:
@@ -157,13 +157,13 @@ def _on_record(options: argparse.Namespace) -> int:
 def _wanted(name: str, options: argparse.Namespace) -> Wanted:
     """What the options say, and where they say nothing what suits the kernel."""
     system, _, rung = name.partition("/")
-    half_share, pool, compiles = options.half_share, options.pool, systems.compiles(name)
+    half_share, shapes = options.half_share, options.shapes
     if half_share is None:
         has_tensor_cores = systems.device(name) != "cpu" or system == "cuda-sim"
         half_share = systems.HALF_SHARES.get(rung, 0.0) if has_tensor_cores else 0.0
-    if pool is None and compiles:
-        pool = systems.POOL
-    return Wanted(backward_share=options.backward_share, half_share=half_share, pool=pool)
+    if shapes is None:
+        shapes = systems.SHAPES_COMPILED if systems.compiles(name) else systems.SHAPES
+    return Wanted(backward_share=options.backward_share, half_share=half_share, shapes=shapes)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -189,8 +189,9 @@ def _parser() -> argparse.ArgumentParser:
         help="of cases that tensor cores can compute (default: 1 for forward_sm90, 0.5 for cuda and cuda-sim, else 0)",
     )  # fmt: skip
     parser.add_argument(
-        "--pool", type=_at_least(1), metavar="N",
-        help=f"about so many variants, each a kernel to compile (default: {systems.POOL} where they are compiled)",
+        "--shapes", type=_at_least(1), metavar="N",
+        help=f"calls in a row that share what is compiled (default: {systems.SHAPES_COMPILED} where it takes seconds, "
+        f"else {systems.SHAPES})",
     )  # fmt: skip
     parser.add_argument(
         "--shrink-seconds", type=float, default=60.0, metavar="N", help="time to make each failure small (default: 60)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ class Asked:
 
 def ask(question: Question, memory: Memory, on: str) -> Asked:
     """The call, its arrays in `memory`, or lying on a device as they lie there."""
-    q, k, v = (memory.place(given) for given in (question.q, question.k, question.v))
+    q, k, v = (memory.place(given) for given in (question.q, *_storable(question)))
     tile = None if question.tile is None else Tile(*question.tile)
     options = _options(question, memory)
     try:
@@ -115,28 +116,38 @@ def _asked_of_a_cache(
     question: Question, q: Any, k: Any, v: Any, options: dict[str, Any], tile: Tile | None, on: str
 ) -> Asked:
     asked: Cache = question.cache  # type: ignore[assignment]
-    made = cache_of(asked, k, v, "cpu")
+    made = cache_of(asked, k, v)
     call = decoding.prepare(q, made, **options)
     if on == "cpu":
         return Asked(call, tile, made)
     call = on_device(replace(call, k=q[:0], v=q[:0]), on, device.placed)  # outlines are nobody's to copy
-    made = cache_of(asked, device.placed(k, on), device.placed(v, on), on)
+    made = cache_of(asked, device.placed(k, on), device.placed(v, on))
     return Asked(replace(call, k=made.outline()[0], v=made.outline()[1]), tile, made)
 
 
-def cache_of(asked: Cache, k: Any, v: Any, on: str) -> Any:
+def _storable(question: Question) -> Iterator[Given]:
+    """k and v; of a cache in one piece, which is written in place, as a cache may lie."""
+    for given in (question.k, question.v):
+        if question.cache is not None and question.cache.page is None:
+            whole = given.layout.padding // 16 * 16
+            lies = replace(given.layout, reversed=(), expanded=(), padding=whole, writeable=True)
+            given = replace(given, layout=lies)
+        yield given
+
+
+def cache_of(asked: Cache, k: Any, v: Any) -> Any:
     """A cache of these keys and values, each sequence as long as told; what lies beyond is NaN, pages are scattered."""
     if asked.page is None:
         return tw.KVCache(_spoilt(k, asked.lengths), _spoilt(v, asked.lengths), np.array(asked.lengths))
     batch, capacity = int(k.shape[0]), int(k.shape[2])
     pages = batch * -(-capacity // asked.page) + MOST_SPARE_PAGES
-    stored = (_nan((pages, x.shape[1], asked.page, x.shape[3]), x, on) for x in (k, v))
+    stored = (_nan((pages, x.shape[1], asked.page, x.shape[3]), x) for x in (k, v))
     made = tw.PagedKVCache(*stored, batch, capacity)
     # Pages are taken and given back, so that no sequence has neighbours; then one after the other by turns.
     made.append(k[:, :, :1], v[:, :, :1])
     made.release(*range(0, batch, 2), *range(1, batch, 2))
     for x in (made.k, made.v):
-        x[...] = np.nan
+        x[...] = _nan(x.shape, x)
     for first in range(0, max(asked.lengths, default=0), asked.page):
         counts = np.clip(np.array(asked.lengths) - first, 0, min(asked.page, capacity - first))
         made.append(k[:, :, first : first + asked.page], v[:, :, first : first + asked.page], counts)
@@ -145,14 +156,14 @@ def cache_of(asked: Cache, k: Any, v: Any, on: str) -> Any:
 
 def _spoilt(x: Any, lengths: tuple[int, ...]) -> Any:
     for b, n in enumerate(lengths):
-        x[b, :, n:] = np.nan
+        x[b, :, n:] = _nan(x[b, :, n:].shape, x)
     return x
 
 
-def _nan(size: tuple[int, ...], like: Any, on: str) -> Any:
+def _nan(size: tuple[int, ...], like: Any) -> Any:
     if arrays.is_torch(like):
         return like.new_full(size, np.nan)
-    return np.full(size, np.nan, like.dtype)
+    return np.full((*size, like.itemsize), 0xFF, np.uint8).view(like.dtype)[..., 0]
 
 
 # -- linear attention -------------------------------------------------------------------------------------------------

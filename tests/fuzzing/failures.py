@@ -61,8 +61,7 @@ class Failures:
     def _by_seed(self, seed: int) -> str:
         wanted = self.put.wanted
         shares = [f"--backward-share {wanted.backward_share:g}", f"--half-share {wanted.half_share:g}"]
-        pool = [] if wanted.pool is None else [f"--pool {wanted.pool}"]
-        return self._line(f"--only {seed}", *shares, *pool)
+        return self._line(f"--only {seed}", *shares, f"--shapes {wanted.shapes}")
 
     def _by_question(self, question: Asked) -> str:
         text = written(question)

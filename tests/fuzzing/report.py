@@ -99,7 +99,7 @@ class Report:
             f"  computed {self.answered:,}, backward as well {self.backward:,}; plans judged {self.plans:,}",
             f"  types: {_counts(self.dtypes)}",
             f"  calls: {_counts(self.kinds)}",
-            f"  made of: {_counts(self.names)}",
+            f"  made of: {_counts(self.names, 12)}, ... ({len(self.names)} of them)",
             f"  redrawn, since their results would say nothing: {_counts(self.unfit)}",
             f"  largest error: {ratio:.3f} of its limit (seed {seed})",
             f"  results beyond the contract's limit but within the bound of rounding: {self._luck()}",
@@ -117,5 +117,5 @@ class Report:
         }  # fmt: skip
 
 
-def _counts(counter: Counter[str]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counter.most_common()) or "none"
+def _counts(counter: Counter[str], most: int | None = None) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counter.most_common(most)) or "none"

@@ -19,7 +19,7 @@ from tilewise.linear import dispatch as linear_dispatch
 UNORDERED_SIMULATED = "cuda-sim/unordered"
 IN_ANY_ORDER = ("cuda/unordered", UNORDERED_SIMULATED)  # whose gradients of q have other bits each time
 HALF_SHARES = {"forward_sm90": 1.0, "unordered": 1.0, "": 0.5}  # of calls for tensor cores, by rung; of others none
-POOL = 72  # variants on systems that compile: a number that most numbers of jobs divide, so that few compile the same
+SHAPES, SHAPES_COMPILED = 3, 50  # calls that share a variant; on systems that compile it, in seconds
 
 # How many calls of each are on record to pass before a release, right every one; `tests/fuzz.py --left` counts.
 TARGETS = {

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from tests.conformance.paths import threads
-from tests.fuzzing import plans
 from tests.fuzzing.asking import Asked, AskedLinear, Unaskable, ask, ask_linear, cache_of
 from tests.fuzzing.device import placed, soil
 from tests.fuzzing.exact import Answer, answer
@@ -192,7 +191,6 @@ class _Trial(_Base):
             yield from (cache.k, cache.v, cache.lengths, cache.table)
 
     def compute(self) -> None:
-        self.verdict.plans = plans.judge(self.question, self.call, self.asked.tile)
         if self._refused(backward=False):
             return
         saved = self._forward()
@@ -266,9 +264,13 @@ class _Trial(_Base):
             if self.question.cache.page is not None:
                 return  # pages have other places
             one = replace(self.question.cache, lengths=self.question.cache.lengths[-1:])
-            cache = cache_of(one, self.asked.cache.k[cols], self.asked.cache.v[cols], self.system.device)
+            cache = cache_of(one, self.asked.cache.k[cols], self.asked.cache.v[cols])
         alone = replace(call, spec=spec, q=call.q[rows], k=k, v=v)
         yield replace(self.asked, call=alone, cache=cache), rows, cols
+
+
+def _rows(done: Partial, rows: Any) -> Results:
+    return {name: x[rows] for name, x in forward_results(done).items()}
 
 
 class _LinearTrial(_Base):
