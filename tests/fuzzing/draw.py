@@ -19,6 +19,7 @@ from tests.fuzzing.tables import Sizes, filled, rounded
 from tests.fuzzing.texts import drawn_texts
 
 MOST_DRAWS = 100  # attempts of one seed
+_OF_Q, _OF_K = {"Q", "QP"}, {"K", "KP"}
 KINDS = {"dense": 6.0, "packed": 1.5, "one query": 0.7, "part": 1.5}
 
 
@@ -106,7 +107,7 @@ class _Drawing:
     @cached_property
     def counts(self) -> Counts:
         """How much there is; of packed sequences, of all together."""
-        found = self.menu.counts(self.dice, self.tile)
+        found = self._with_places(self.menu.counts(self.dice, self.tile))
         if self.kind == "one query":
             found = replace(found, group=self.dice.between(1, 16), n_q=1, n_k=self.dice.between(100, 4000))
         if self.kind == "cache":
@@ -121,9 +122,20 @@ class _Drawing:
             return found
         return self.menu.fitting(found, self.tile)
 
+    def _with_places(self, counts: Counts) -> Counts:
+        """Not without queries or keys where an array of so many is read."""
+        n_q, n_k = (
+            max(n, 1) if names & self.texts.needs else n for n, names in ((counts.n_q, _OF_Q), (counts.n_k, _OF_K))
+        )
+        return replace(counts, n_q=n_q, n_k=n_k)
+
     @cached_property
     def lengths(self) -> tuple[Ends, Ends] | None:
-        return self.menu.packed(self.dice, self.tile) if self.kind == "packed" else None
+        if self.kind != "packed":
+            return None
+        queries, keys = self.menu.packed(self.dice, self.tile)
+        least = self._with_places(Counts(1, 1, 1, queries[-1], keys[-1]))
+        return (*queries[:-1], least.n_q), (*keys[:-1], least.n_k)
 
     @cached_property
     def positions(self) -> tuple[tuple[int, int], tuple[int, int] | None]:

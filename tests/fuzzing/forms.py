@@ -202,7 +202,7 @@ class Pool:
             if sum(table_size_names(x.dims) for x in self.tables) < 6:  # not every table as large as the scores
                 return name, la.variable(name)
         index = self._index(indices)
-        plain = settled(index)
+        plain = la.settled(index)
         if plain.op == "var":
             return (plain.value if plain.value not in ("NQ", "NK") else ANY), index
         if plain.op == "const":
@@ -214,7 +214,9 @@ class Pool:
         if isinstance(dim, str) and dim != ANY and self.dice.chance(0.5):
             return la.variable(dim)
         index = self._index(indices)
-        return index + 1 if settled(index).op == "var" else index + 0 * Q if settled(index).op == "const" else index
+        return (
+            index + 1 if la.settled(index).op == "var" else index + 0 * Q if la.settled(index).op == "const" else index
+        )
 
     def _index(self, indices: Callable[[], Node] | None) -> Node:
         if indices is not None and self.dice.chance(0.3):
@@ -231,18 +233,3 @@ class Pool:
 def table_size_names(dims: tuple[str | int, ...]) -> int:
     """How many axes are as long as the call."""
     return sum(name in ("Q", "K", "QP", "KP") for name in dims)
-
-
-def settled(node: Node) -> Node:
-    """What an index is when what leaves it as it is was taken off: a plain variable must fit its array exactly."""
-    args = tuple(map(settled, node.args))
-    first, last = (args[0], args[-1]) if args else (node, node)
-    if (node.op in ("add", "sub") and last == la.constant(0)) or (
-        node.op in ("mul", "floordiv") and last == la.constant(1)
-    ):
-        return first
-    if (node.op, first) in (("add", la.constant(0)), ("mul", la.constant(1))):
-        return last
-    if node.op == "neg" and first.op in ("neg", "const"):
-        return first.args[0] if first.op == "neg" else la.constant(-first.value)
-    return node

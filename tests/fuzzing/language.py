@@ -235,6 +235,19 @@ def arrays(root: Node) -> set[str]:
     return {x.value for x in nodes(root) if x.op == "load"}
 
 
+def settled(node: Node) -> Node:
+    """A whole number without what leaves it as it is: an index that is a plain variable must fit its array exactly."""
+    args = tuple(map(settled, node.args))
+    first, last = (args[0], args[-1]) if args else (node, node)
+    if (node.op in ("add", "sub") and last == constant(0)) or (node.op in ("mul", "floordiv") and last == constant(1)):
+        return first
+    if (node.op, first) in (("add", constant(0)), ("mul", constant(1))):
+        return last
+    if node.op == "neg" and first.op in ("neg", "const"):
+        return first.args[0] if first.op == "neg" else constant(-first.value)
+    return node
+
+
 # -- text -------------------------------------------------------------------------------------------------------------
 
 _SYMBOLS = {**ARITHMETIC, **COMPARISONS, **LOGIC}

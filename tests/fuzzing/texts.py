@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tests.fuzzing import gallery, named
 from tests.fuzzing import language as la
@@ -12,7 +13,7 @@ from tests.fuzzing.forms import Pool
 from tests.fuzzing.grammar import Grammar
 from tests.fuzzing.language import Node
 from tests.fuzzing.named import Named
-from tests.fuzzing.tables import Table
+from tests.fuzzing.tables import ANY, Table
 
 RECIPES = {"shared forms": 5.0, "gallery": 2.5, "grammar": 3.5, "named": 2.5}
 DEPTHS = {1: 1.0, 2: 2.0, 3: 3.0, 4: 2.0, 5: 1.5, 6: 1.0}
@@ -32,6 +33,22 @@ class Texts:
     score_as_written: str | None
     tables: list[Table]
     names: list[str]
+
+    @cached_property
+    def needs(self) -> set[str]:
+        """Variables that must have a place: an array of so many is read elsewhere too, which an empty one cannot be."""
+        found: set[str] = set()
+        for node in (self.mask, self.score):
+            for load in la.nodes(node) if node is not None else ():
+                if load.op == "load":
+                    dims = self.tables[int(load.value[1:])].dims
+                    read = (la.settled(index) for index in load.args)
+                    found |= {
+                        name
+                        for name, index in zip(dims, read, strict=False)
+                        if isinstance(name, str) and name != index.value
+                    }
+        return found - {ANY}
 
 
 def drawn_texts(dice: Choices, reach: int) -> Texts:
