@@ -20,7 +20,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ def run(
     return report
 
 
-def blocks_of(seeds: range, size: int) -> list[range]:
-    return [seeds[at : at + size] for at in range(0, len(seeds), size)]
+def blocks_of(seeds: range, size: int) -> Iterator[range]:
+    return (seeds[at : at + size] for at in range(0, len(seeds), size))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -156,14 +157,8 @@ def _on_record(options: argparse.Namespace) -> int:
 
 def _wanted(name: str, options: argparse.Namespace) -> Wanted:
     """What the options say, and where they say nothing what suits the kernel."""
-    system, _, rung = name.partition("/")
-    half_share, shapes = options.half_share, options.shapes
-    if half_share is None:
-        has_tensor_cores = systems.device(name) != "cpu" or system == "cuda-sim"
-        half_share = systems.HALF_SHARES.get(rung, 0.0) if has_tensor_cores else 0.0
-    if shapes is None:
-        shapes = systems.SHAPES_COMPILED if systems.compiles(name) else systems.SHAPES
-    return Wanted(backward_share=options.backward_share, half_share=half_share, shapes=shapes)
+    asked = {name: getattr(options, name) for name in ("backward_share", "half_share", "shapes")}
+    return replace(systems.wanted(name), **{name: x for name, x in asked.items() if x is not None})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -182,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--question", metavar="TEXT", help="one case again, as a failure printed it; -: from stdin")
     parser.add_argument("--jobs", type=_at_least(1), default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument(
-        "--backward-share", type=_share, default=0.3, metavar="P", help="of cases with a backward pass (default: 0.3)"
+        "--backward-share", type=_share, metavar="P", help="of cases with a backward pass (default: 0.3)"
     )
     parser.add_argument(
         "--half-share", type=_share, metavar="P",

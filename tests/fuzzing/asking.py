@@ -33,6 +33,7 @@ class Asked:
     """A call as kernels get it, on a device, and what its backward pass gets."""
 
     call: Call
+    host: Call  # the same in main memory
     tile: Tile | None
     cache: Any = None
     d_out: Any = None
@@ -47,16 +48,16 @@ def ask(question: Question, memory: Memory, on: str) -> Asked:
     try:
         if question.cache is not None:
             return _asked_of_a_cache(question, q, k, v, options, tile, on)
-        call = on_device(_call(question, q, k, v, options), on, device.placed)
+        host = _call(question, q, k, v, options)
     except ValueError as error:
         if "beyond 32 bits" in str(error):
             raise Unaskable("integers beyond 32 bits") from None
         raise
     # What becomes of a result in a backward pass is known before it is computed.
-    call = replace(call, spec=replace(call.spec, keeps_remainder=question.d_out is not None))
+    host = replace(host, spec=replace(host.spec, keeps_remainder=question.d_out is not None))
     pulled = (None if given is None else device.placed(memory.place(given), on)
               for given in (question.d_out, question.d_lse))  # fmt: skip
-    return Asked(call, tile, None, *pulled)
+    return Asked(on_device(host, on, device.placed), host, tile, None, *pulled)
 
 
 # -- what is asked ----------------------------------------------------------------------------------------------------
@@ -117,12 +118,12 @@ def _asked_of_a_cache(
 ) -> Asked:
     asked: Cache = question.cache  # type: ignore[assignment]
     made = cache_of(asked, k, v)
-    call = decoding.prepare(q, made, **options)
+    host = decoding.prepare(q, made, **options)
     if on == "cpu":
-        return Asked(call, tile, made)
-    call = on_device(replace(call, k=q[:0], v=q[:0]), on, device.placed)  # outlines are nobody's to copy
+        return Asked(host, host, tile, made)
+    call = on_device(replace(host, k=q[:0], v=q[:0]), on, device.placed)  # outlines are nobody's to copy
     made = cache_of(asked, device.placed(k, on), device.placed(v, on))
-    return Asked(replace(call, k=made.outline()[0], v=made.outline()[1]), tile, made)
+    return Asked(replace(call, k=made.outline()[0], v=made.outline()[1]), host, tile, made)
 
 
 def _storable(question: Question) -> Iterator[Given]:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
 from tests.conformance.paths import paths
+from tests.fuzzing.draw import Wanted
 from tilewise import dispatch
 from tilewise.dispatch import Kernel
 from tilewise.linear import dispatch as linear_dispatch
 
 UNORDERED_SIMULATED = "cuda-sim/unordered"
 IN_ANY_ORDER = ("cuda/unordered", UNORDERED_SIMULATED)  # whose gradients of q have other bits each time
-HALF_SHARES = {"forward_sm90": 1.0, "unordered": 1.0, "": 0.5}  # of calls for tensor cores, by rung; of others none
-SHAPES, SHAPES_COMPILED = 3, 50  # calls that share a variant; on systems that compile it, in seconds
+HALF = ("float16", "bfloat16")
+SHAPES, SHAPES_COMPILED = 3, 20  # calls that share a variant; on systems that compile it, in seconds
 
 # How many calls of each are on record to pass before a release, right every one; `tests/fuzz.py --left` counts.
 TARGETS = {
@@ -83,6 +84,26 @@ def compiles(name: str) -> bool:
 def recorded(name: str) -> str:
     """The name that its long runs are kept under."""
     return "triton (interpreted)" if name == "triton" and device(name) == "cpu" else name
+
+
+def wanted(name: str) -> Wanted:
+    """Which calls say most about it: those that it computes, of several tiles. What it refuses is drawn now and then."""
+    kind, _, rung = name.partition("/")
+    made = Wanted(shapes=SHAPES_COMPILED if compiles(name) else SHAPES)
+    if not rung and kind in linear_dispatch.SYSTEMS:
+        made = replace(made, linear_share=0.1)
+    if kind == "numpy":
+        return replace(made, key_tile=512)
+    if kind == "cpu":
+        return made
+    made = replace(made, dtypes=HALF + ("float32",))
+    if device(name) != "cpu" or kind == "cuda-sim":  # they have tensor cores, or a model of them
+        made = replace(made, half_share={"forward_sm90": 1.0, "unordered": 1.0, "": 0.5}.get(rung, 0.0))
+    if rung == "naive":
+        return replace(made, backward_share=0.0)
+    if kind == "cuda-sim":  # where a score costs microseconds
+        return replace(made, most_scores=100_000 if made.half_share else 20_000)
+    return replace(made, most_scores=20_000) if kind in ("triton", "tilelang-c") and device(name) == "cpu" else made
 
 
 def check_name(name: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tests.conformance.paths import threads
+from tests.fuzzing import plans
 from tests.fuzzing.asking import Asked, AskedLinear, Unaskable, ask, ask_linear, cache_of
 from tests.fuzzing.device import placed, soil
 from tests.fuzzing.exact import Answer, answer
@@ -191,12 +192,18 @@ class _Trial(_Base):
             yield from (cache.k, cache.v, cache.lengths, cache.table)
 
     def compute(self) -> None:
+        self._judge_plans()
         if self._refused(backward=False):
             return
         saved = self._forward()
         if self.asked.d_out is not None and not self._refused(backward=True):
             self._backward(saved)
             self.verdict.backward = True
+
+    def _judge_plans(self) -> None:
+        call = self.asked.host
+        tiles = plans.tiles_for(self.question, odd=call.shape.n_q + 7 * call.shape.n_k)
+        self.verdict.plans = plans.check(self.question, call.spec, call.shape, tiles)
 
     def _refused(self, backward: bool) -> bool:
         reason = self.kernel.unsupported(self.call.spec, replace(self.call.shape, backward=backward))
@@ -245,7 +252,7 @@ class _Trial(_Base):
             self.same(want, {"d_q": one.q, "d_k": one.k, "d_v": one.v}, "alone, though batch_invariant")
 
     def _saved_elsewhere(self) -> Partial:
-        there = self.call if self.system.device == "cpu" else ask(self.question, self.memory, "cpu").call
+        there = self.asked.host
         found = NumpyKernel().forward(replace(there.spec, keeps_remainder=False), there.q, there.k, there.v)
         return Partial(placed(found.out, self.system.device), placed(found.lse, self.system.device))
 
