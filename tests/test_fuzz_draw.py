@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.fuzzing import draw as drawing
-from tests.fuzzing import forms, gallery, grammar, language, named
+from tests.fuzzing import gallery, grammar, language, named
 from tests.fuzzing.dice import Dice
 from tests.fuzzing.draw import Wanted, draw
 from tests.fuzzing.features import features
@@ -177,48 +177,65 @@ FLOORS = {
         a bound of 0; a float part of both; feature relu2; load by KP; load of rank 0; unread keys spoilt
     """,
     10: """
-        a constant at the edge; a constant of inf; an array of both; decay head; feature elu; feature exp;
-        feature identity; feature relu; form NK - Q - c; linear dtype bfloat16; linear dtype float16; linear
-        dtype float64; load by QP; no keys; state out pulled
+        a constant of inf; decay head; feature elu; feature exp; feature identity; feature relu; linear dtype
+        bfloat16; linear dtype float16; load by QP; no keys; state out pulled
+    """,
+    15: """
+        a constant at the edge; an array of both; form NK - Q - c; linear dtype float64
     """,
     20: """
-        a bool part of both; a bound that is a float; a bound that starts an index; array int16; array int64;
-        array int8; array uint8; contiguous cache; d_out expanded; d_out of another type; decay token; feature
-        of its own; form (Q - 50) % -c; form (Q - 50) % c; form (Q - NK) // c; form 0; form B; form H + Q; form
-        HK; form NK - Q; form Q // -c; form QP; form c; form c * B + Q; form c * HK; lengths differ; linear
-        backward; linear of all; linear packed; named alibi; named bias; named causal; named dense; named
-        dilated; named document; named prefix; named relative; no queries; not normalized; op exp; scale of 0;
-        several queries of a cache; sink of none; state in; two views of one array
+        array int16; array int8; array uint8; contiguous cache; d_out expanded; d_out of another type; decay
+        token; form (Q - 50) % -c; form B; form NK - Q; form c * HK; lengths differ; linear of all; named
+        document; named prefix; no queries
+    """,
+    30: """
+        a bool part of both; a bound that is a float; a bound that starts an index; array int64; feature of its
+        own; form (Q - 50) % c; form (Q - NK) // c; form 0; form H + Q; form HK; form Q // -c; form QP; form c;
+        form c * B + Q; linear backward; linear packed; named alibi; named bias; named causal; named dense;
+        named dilated; named relative; not normalized; op exp; scale of 0; several queries of a cache; sink of
+        none; state in; two views of one array
     """,
     40: """
-        a bound of both; a bound that is an index; a bound that starts a float; a bound top left; a int part of
-        both; an empty sequence; array int32; decay none; equal bounds; form -(Q // c); form 2 * Q; gradients of
-        arrays; kind cache; kind one query; layout odd padding; linear causal; linear dtype float32; load by HK;
-        load by a load; load of rank 3; load of rank 4; named softcap; named t5; named window; negative
-        floordiv; negative mod; negative of a floordiv; negative scale; normalized; op log; op ne; paged cache;
-        saved elsewhere; score of depth 3
+        a bound of both; a bound that is an index; decay none; form -(Q // c); form 2 * Q; gradients of arrays;
+        layout odd padding; linear dtype float32; load by HK; named softcap; named t5; named window; negative of
+        a floordiv
     """,
-    80: """
-        a bound bottom right; a bound in the score; a bound under ~; a row of many keys; array bfloat16; array
-        bool; array float16; array float32; array float64; d_lse; dtype float64; grouped heads; kind linear;
-        kind packed; kind part; layout padding; layout read-only; load by B; load by K; load by Q; load of rank
-        2; mask of depth 3; mask of depth 6; no d_lse; op div; op maximum; op minimum; op not; origin; recipe
-        mask of gallery; recipe mask of named; recipe score of gallery; recipe score of named; score of depth 6;
-        where in the mask
+    50: """
+        a bound top left; a int part of both; an empty sequence; equal bounds; kind one query; linear causal;
+        load by a load; load of rank 3; load of rank 4; negative floordiv; negative mod; negative scale;
+        normalized; op log; op ne; paged cache; saved elsewhere; score of depth 3
     """,
-    160: """
-        a bound under |; an array by variables and by other indices; backward; batch; batch invariant; dtype
-        bfloat16; dtype float16; dtype float32; form P; form P + c; form Q; form Q + c; layout aside; layout
-        reversed; load by H; load by an operation; load of rank 1; one key head; op eq; op float; op floordiv;
-        op gt; op lt; op mod; op neg; op or; op tanh; op where; recipe mask of grammar; recipe mask of shared
-        forms; recipe score of grammar; sinks; where in the score
+    75: """
+        a bound in the score; a bound that starts a float; array bool; array float16; array float64; array
+        int32; kind cache; kind linear; layout read-only; load by B; op maximum; where in the mask
     """,
-    320: """
-        a bound; d_v unlike d; kind dense; layout at begin of page; layout expanded; layout steps; layout
-        turned; op abs; op and; op ge; op le; op load; op mul; recipe score of shared forms; tile
+    100: """
+        a bound bottom right; a bound under ~; a row of many keys; array bfloat16; array float32; kind packed;
+        kind part; layout padding; load by K; load by Q; mask of depth 3; no d_lse; op div; origin; recipe mask
+        of named; recipe score of gallery; recipe score of named; score of depth 6
     """,
-    640: """
-        keys no tile divides; layout at end of page; op add; op const; op sub; op var; two key tiles
+    150: """
+        an array by variables and by other indices; batch invariant; d_lse; dtype float64; grouped heads; load
+        by H; load of rank 2; mask of depth 6; op float; op gt; op minimum; op neg; op not; op tanh; recipe mask
+        of gallery; recipe mask of grammar; recipe score of grammar; sinks; where in the score
+    """,
+    200: """
+        a bound under |; backward; batch; dtype bfloat16; dtype float16; dtype float32; form P; form P + c; form
+        Q; form Q + c; layout aside; layout reversed; one key head; op eq; op floordiv; op lt; op mod; op or; op
+        where
+    """,
+    300: """
+        d_v unlike d; layout expanded; load by an operation; load of rank 1; op abs; op and; op ge; op le;
+        recipe mask of shared forms; recipe score of shared forms
+    """,
+    400: """
+        a bound; kind dense; layout at begin of page; layout steps; op load; op mul; tile
+    """,
+    600: """
+        keys no tile divides; layout turned; op add; op sub; two key tiles
+    """,
+    800: """
+        layout at end of page; op const; op var
     """,
 }
 
@@ -244,19 +261,16 @@ def test_everything_is_drawn_often() -> None:
     assert all(count > 0 for name, count in counts.items() if name.startswith("gallery"))
 
 
-def _no_shared_forms(self: Pool) -> language.Node:
-    """Every bound and every distance of a form of its own, as masks and scores are that are drawn apart."""
-    return self.dice.one_of(FORMS[self.dice.one_of(list(FORMS))](self.number()))
+def _of_its_own(self: Pool) -> language.Node:
+    """A score of other forms than the mask's, as they are where both are drawn apart."""
+    self.forms, self.made = Pool(self.dice, self.reach).forms, {kind: [] for kind in self.made}
+    return language.S + self.amount()
 
 
 REMOVED: dict[str, tuple[Any, str, Any, str]] = {
-    "one pool": (Pool, "form", _no_shared_forms, "a bound that starts a float"),
-    "tanh": (grammar, "FLOAT_OPS", {**grammar.FLOAT_OPS, "exp": 0}, "op exp"),
+    "one pool of forms": (Pool, "score", _of_its_own, "a bound that is a float"),
+    "functions": (grammar.Grammar, "_function", lambda self, op, a: a, "op exp"),
     "other views": (Pool, "twin", lambda self, at: at, "two views of one array"),
-    "loads of four": (Pool, "read", lambda self, kind, indices=None: language.load("a0", kind), "load of rank 4"),
-    "bounds under ~": (forms, "JOINS", forms.JOINS[:6], "a bound under ~"),
-    "top left": (forms, "ALIGNED", ("P", "P + c"), "a bound top left"),
-    "decoding": (drawing, "_kind", lambda dice, wanted: "dense", "kind packed"),
 }
 
 
