@@ -79,7 +79,7 @@ class _Drawing:
             self.d, self.d_v = min(self.d, 128), min(self.d_v, 128)
         self.texts = drawn_texts(compiled, self.menu.reach)
         self.has_sinks = compiled.chance(0.2)
-        scale = compiled.one_of([0.3, 1.0, 0.05, -0.5, 0.0]) if compiled.chance(0.35) else None
+        scale = compiled.weighted({0.3: 3, 1.0: 3, 0.05: 2, -0.5: 2, 0.0: 1}) if compiled.chance(0.35) else None
         self.scale = 1 / math.sqrt(self.d) if scale is None else scale
         self.batch_invariant = compiled.chance(0.2)
         self.page = compiled.one_of((None, None, 16, 32, 128))

@@ -98,7 +98,7 @@ class Pool:
         self.tables: list[Table] = []
         self.names: list[str] = []
         self.made: dict[str, list[Node]] = {BOOL: [], INT: [], FLOAT: []}  # without S, to be used again
-        names = [dice.one_of(ALIGNED), *(dice.one_of(list(FORMS)) for _ in range(dice.below(3)))]
+        names = [dice.one_of(ALIGNED), *(dice.one_of(list(FORMS)) for _ in range(dice.weighted({0: 3, 1: 4, 2: 1})))]
         self.forms = [FORMS[name](self.number()) for name in names]
         self.names += [f"form {name}" for name in names]
 
@@ -134,8 +134,13 @@ class Pool:
         return la.minimum(form, self.form()) if kind == "minimum" else where(la.equal(H, 0), form, self.form())
 
     def other(self) -> Node:
-        if self.dice.chance(0.2):
+        kind = self.dice.weighted({"form": 6, BOOL: 1, INT: 1, FLOAT: 1})
+        if kind == BOOL:
             return self.read(BOOL)
+        if kind == INT:
+            return self.shared(BOOL, self.read(INT) < self.dice.one_of((self.form(), la.constant(3))))
+        if kind == FLOAT:
+            return self.shared(BOOL, self.read(FLOAT) > -0.2371)
         return self.shared(BOOL, self.dice.one_of(OTHERS)(self.form(), self.number()))
 
     def distance(self) -> Node:
@@ -145,6 +150,8 @@ class Pool:
 
     def amount(self) -> Node:
         """A float of a form, or of how far a key is from it."""
+        if self.dice.chance(0.1):
+            return self.dice.one_of(RATES) * self.read(INT)
         form = self.form() if self.dice.chance(0.3) else self.distance()
         if self.dice.chance(0.1):
             return la.as_float(form) / (abs(self.number()) + 1)
@@ -161,9 +168,14 @@ class Pool:
         return made
 
     def _term(self) -> Node:
-        kind = self.dice.weighted({"float": 5, "index": 3, "condition": 2, "masked": 0.5})
+        kind = self.dice.weighted({"float": 5, "index": 3, "condition": 2, "masked": 0.5, "views": 0.6})
+        if kind == "views":
+            return self.views()
         if kind == "index":
-            return self.read(FLOAT)
+            known = self.made[FLOAT]
+            return self.dice.one_of(known) if known and self.dice.chance(0.5) else self.read(FLOAT)
+        if kind == "float" and self.made[INT] and self.dice.chance(0.15):
+            return self.dice.one_of(RATES) * self.dice.one_of(self.made[INT])
         if kind == "float":
             return self.amount()
         test = self.dice.one_of(self.made[BOOL]) if self.made[BOOL] and self.dice.chance(0.5) else self.bound()
@@ -174,16 +186,23 @@ class Pool:
         """A number of an array of one to four dimensions, at times of none: a new one, one that was read before, or
         another view of one. indices: makes more of them."""
         known = [i for i, x in enumerate(self.tables) if la.kind_of(x.dtype) == kind and x.is_reusable]
-        at = self.dice.one_of(known) if known and self.dice.chance(0.35) else None
+        at = self.dice.one_of(known) if known and self.dice.chance(0.5) else None
         if at is None:
             rank = self.dice.weighted({0: 0.3, 1: 6, 2: 3, 3: 1.5, 4: 1.5})
             found = [self._axis(indices) for _ in range(rank)]
             at = self.table(any_table(self.dice, kind, tuple(dim for dim, _ in found)))
             return self.shared(kind, la.load(f"a{at}", kind, *(index for _, index in found)))
-        dims = self.tables[at].dims
-        if self.dice.chance(0.3):
-            at = self.twin(at)
-        return self.shared(kind, la.load(f"a{at}", kind, *(self._again(dim, indices) for dim in dims)))
+        return self._read_again(self.twin(at) if self.dice.chance(0.4) else at, indices)
+
+    def _read_again(self, at: int, indices: Callable[[], Node] | None = None) -> Node:
+        table = self.tables[at]
+        kind = la.kind_of(table.dtype)
+        return self.shared(kind, la.load(f"a{at}", kind, *(self._again(dim, indices) for dim in table.dims)))
+
+    def views(self) -> Node:
+        """A float of an array, and one of the same array in another layout."""
+        first = self.read(FLOAT)
+        return first - 0.5 * self._read_again(self.twin(int(first.value[1:])))
 
     def table(self, table: Table) -> int:
         """The number of one more array."""

@@ -153,7 +153,7 @@ class Grammar:
     # -- leaves and operands -------------------------------------------------------------------------------------------
     def _again(self, kind: str) -> Node | None:
         made = self.pool.made[kind]
-        return self.dice.one_of(made) if made and self.dice.chance(0.08) else None
+        return self.dice.one_of(made) if made and self.dice.chance(0.12) else None
 
     def _int_leaf(self) -> Node:
         kind = self.dice.weighted({"form": 4, "variable": 3, "distance": 2, "constant": 2})
