@@ -64,11 +64,9 @@ class Factors:
     def gradients(self, scale: float, store: Store) -> dict[str, Numbers]:
         """Of q, k, v, of the decay of each token, and of the state before."""
         d_weights = across(self.d_rows, self.v)
-        d_product = store(d_weights * self.decay)
         of_before = scale * self.lost * across(self.d_rows, self.before)
         of_after = self.left * across(self.v, self.d_after)
-        d_f_q = scale * (d_product @ self.f_k) + of_before
-        d_f_k = scale * _group(d_product.swapaxes(-1, -2) @ self.f_q) + of_after
+        d_f_q, d_f_k = self._d_features(scale, store(d_weights * self.decay), of_before, of_after)
         weights = self.weights(scale)
         d_v = _group(store(weights).swapaxes(-1, -2) @ self.d_rows) + (self.f_k * self.left) @ self.d_after
         d_before = scale * _group((self.lost * self.f_q).swapaxes(-1, -2) @ self.d_rows)
@@ -81,6 +79,24 @@ class Factors:
             "d_q": d_f_q * self.slope_q, "d_k": d_f_k * self.slope_k, "d_v": d_v[..., :-1],
             "d_decay": exponents, "d_before": d_before + kept,
         }  # fmt: skip
+
+
+    def _d_features(
+        self, scale: float, d_product: Numbers, of_before: Numbers, of_after: Numbers
+    ) -> tuple[Numbers, Numbers]:
+        d_f_q = scale * (d_product @ self.f_k) + of_before
+        return d_f_q, scale * _group(d_product.swapaxes(-1, -2) @ self.f_q) + of_after
+
+    def exchanged(self, scale: float) -> Numbers:
+        """From each token on, all that queries and keys have of the gradient: kernels find that of decay as the
+        difference of the two, in which a query's weight of its own key cancels."""
+        d_product = across(self.d_rows, self.v) * self.decay
+        of_before = scale * self.lost * across(self.d_rows, self.before)
+        of_after = self.left * across(self.v, self.d_after)
+        d_f_q, d_f_k = self._d_features(scale, d_product, of_before, of_after)
+        each = _group((self.f_q * d_f_q).sum(-1, keepdims=True))[..., 0] + (self.f_k * d_f_k).sum(-1)
+        each[..., -1] += (self.d_after * self.after()).sum((-2, -1))
+        return np.flip(np.cumsum(np.flip(each, -1), axis=-1), -1)
 
 
 def _passed(between: Numbers, from_before: Numbers, to_after: Numbers, through: Numbers) -> Numbers:
@@ -342,6 +358,7 @@ class _Bounds(_Linear):
                 most, least = replace(most, d_rows=d_most), replace(least, d_rows=d_least)
                 found, low = most.gradients(scale, unrounded), least.gradients(scale, unrounded)
                 moved = {what: x - low[what] + share * x + self.units.least for what, x in found.items()}
+                moved["d_decay"] = moved["d_decay"] + share * most.exchanged(scale)
                 self.place(into, moved, at, rows)
         state = dict(zip((f"state {x}" for x in STATE), (after[..., :-1], after[..., -1], total), strict=True))
         return {"out": out, "norm": norm, **state, **self.finished(into)}

@@ -41,7 +41,7 @@ class Verdict:
     """What became of one question."""
 
     dtype: str
-    kind: str  # dense, packed, part, decode or linear
+    kind: str  # dense, one query, packed, part, decode or linear
     names: tuple[str, ...]
     backward: bool = False  # was computed, too
     unfit: str | None = None  # why no results could say anything
@@ -65,7 +65,9 @@ def kind_of(question: Question | LinearQuestion) -> str:
         return "decode"
     if question.lengths is not None:
         return "packed"
-    return "dense" if question.origin == (0, 0) and question.total is None else "part"
+    if question.origin != (0, 0) or question.total is not None:
+        return "part"
+    return "one query" if question.q.values.shape[2] == 1 else "dense"
 
 
 def judge(system: System, question: Question | LinearQuestion, memory: Memory) -> Verdict:
