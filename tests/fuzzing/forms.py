@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[int], Sequence[Node]]] = {
     "c": lambda c: (la.constant(c),),
     "0": lambda c: (la.constant(0), Q - Q, 0 * Q),
 }
-ALIGNED = ("Q", "P", "Q + c", "P + c")  # top left as often as bottom right; one at least is in every pool
+ALIGNED = ("Q", "P", "Q", "P", "Q + c", "P + c")  # top left as often as bottom right; one at least is in every pool
 BOUNDS: tuple[Callable[[Node, Node], Node], ...] = (
     lambda k, f: f >= k,
     lambda k, f: k <= f,
@@ -246,7 +246,9 @@ class Pool:
         if kind == "part":
             size = abs(self.number())
             return self.dice.one_of((self.form() // size, K // size, K % size, self.form() % -size))
-        return {"form": self.form, "head": lambda: self.dice.one_of((H, HK, B))}.get(kind, self.distance)()
+        if kind == "head":
+            return self.dice.one_of((H, HK, B))
+        return self.form() if kind == "form" else self.distance()
 
 
 def table_size_names(dims: tuple[str | int, ...]) -> int:
