@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.fuzzing.dice import Dice
+from tests.fuzzing.features import meet
 from tests.fuzzing.forms import Pool
 from tests.fuzzing.language import Node, text
 from tests.fuzzing.question import Given
@@ -21,10 +22,14 @@ Drawn = tuple[Expr | None, Expr | None]
 
 
 def composed(seed: int, shape: Shape, gradients: bool = False) -> tuple[Expr, Expr]:
-    """A mask and a score of the same forms. gradients: of some arrays that the score reads."""
+    """A mask and a score, a bound of which starts a float of the other. gradients: of arrays that the score reads."""
     dice = Dice(seed)
-    pool = Pool(dice, 9)
-    mask, score = _expressions((pool.mask(), pool.score()), pool.tables, shape, dice, gradients)
+    while True:
+        pool = Pool(dice, 9)
+        trees = pool.mask(), pool.score()
+        if meet(*trees):
+            break
+    mask, score = _expressions(trees, pool.tables, shape, dice, gradients)
     assert mask is not None and score is not None
     return mask, score
 
