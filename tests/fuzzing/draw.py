@@ -89,19 +89,20 @@ class _Drawing:
         if not self.wanted.arrays_want_gradients:
             arrays = tuple(replace(x, wants_gradient=False) for x in arrays)
         q, k, v = self.inputs()
+        origin, total = self.positions
         question = Question(
-            q, k, v, self.scale, *(None if x is None else la.text(x) for x in (texts.mask, texts.score)),
-            *(None if x is None else x.replace(HEADS, str(self.counts.heads)) for x in self.as_written),
-            arrays, self.sinks() if self.has_sinks else None, self.lengths, *self.positions, self.cache,
-            self.batch_invariant, tile=self.tile, threads=self.dice.between(2, 4),
-            saved_elsewhere=self.dice.chance(0.2), names=(self.kind, *texts.names),
+            q, k, v, self.scale, mask=_text(texts.mask), score=_text(texts.score),
+            mask_as_written=self._with_heads(texts.mask_as_written),
+            score_as_written=self._with_heads(texts.score_as_written),
+            arrays=arrays, sinks=self.sinks() if self.has_sinks else None, lengths=self.lengths, origin=origin,
+            total=total, cache=self.cache, batch_invariant=self.batch_invariant, tile=self.tile,
+            threads=self.dice.between(2, 4), saved_elsewhere=self.dice.chance(0.2), names=(self.kind, *texts.names),
         )  # fmt: skip
         has_backward = self.cache is None and self.dice.chance(self.wanted.backward_share)
         return self.with_gradients(question) if has_backward else question
 
-    @property
-    def as_written(self) -> tuple[str | None, str | None]:
-        return self.texts.mask_as_written, self.texts.score_as_written
+    def _with_heads(self, written: str | None) -> str | None:
+        return None if written is None else written.replace(HEADS, str(self.counts.heads))
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
     @cached_property
@@ -220,6 +221,10 @@ class _Drawing:
         layout = any_layout(self.dice, shape)
         values: Numbers = fitted(self.dice.normal(shape), layout)
         return Given(rounded(values, dtype), dtype, layout)
+
+
+def _text(node: la.Node | None) -> str | None:
+    return None if node is None else la.text(node)
 
 
 def _kind(dice: Dice, wanted: Wanted) -> str:

@@ -164,6 +164,11 @@ def _of_constants(mask: Node | None, score: Node | None) -> Iterator[str]:
             yield "a constant of inf"
 
 
+def meet(mask: Node, score: Node) -> bool:
+    """Whether a float of the score counts K from a bound of the mask."""
+    return bool(set(map(_key, _bounds(mask))) & _starts(score))
+
+
 def _under(root: Node | None, op: str) -> bool:
     return any(any(True for _ in _bounds(x)) for x in _nodes(root) if x.op == op)
 

@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[int], Sequence[Node]]] = {
     "c": lambda c: (la.constant(c),),
     "0": lambda c: (la.constant(0), Q - Q, 0 * Q),
 }
-ALIGNED = ("Q", "P", "Q + c", "P + c")  # top left as often as bottom right; one at least is in every pool
+ALIGNED = ("Q", "P", "Q", "P", "Q + c", "P + c")  # top left as often as bottom right; one at least is in every pool
 BOUNDS: tuple[Callable[[Node, Node], Node], ...] = (
     lambda k, f: f >= k,
     lambda k, f: k <= f,
@@ -108,7 +108,8 @@ class Pool:
         return -size if self.dice.chance(0.4) else size
 
     def form(self) -> Node:
-        return self.dice.one_of(self.dice.one_of(self.forms))
+        """The first more often than others, so that uses meet."""
+        return self.dice.one_of(self.forms[0] if self.dice.chance(0.4) else self.dice.one_of(self.forms))
 
     def position(self) -> Node:
         """The position of a query, top left or bottom right."""
@@ -144,7 +145,7 @@ class Pool:
         return self.shared(BOOL, self.dice.one_of(OTHERS)(self.form(), self.number()))
 
     def distance(self) -> Node:
-        plain = self.dice.chance(0.7)
+        plain = self.dice.chance(0.8)
         made = self.dice.one_of(DISTANCES[:4] if plain else DISTANCES)(self.form(), self.column(), self.number())
         return self.shared(INT, made)
 
@@ -152,7 +153,7 @@ class Pool:
         """A float of a form, or of how far a key is from it."""
         if self.dice.chance(0.1):
             return self.dice.one_of(RATES) * self.read(INT)
-        form = self.form() if self.dice.chance(0.3) else self.distance()
+        form = self.form() if self.dice.chance(0.2) else self.distance()
         if self.dice.chance(0.1):
             return la.as_float(form) / (abs(self.number()) + 1)
         return self.dice.one_of(RATES) * (la.as_float(form) if self.dice.chance(0.3) else form)
@@ -246,7 +247,9 @@ class Pool:
         if kind == "part":
             size = abs(self.number())
             return self.dice.one_of((self.form() // size, K // size, K % size, self.form() % -size))
-        return {"form": self.form, "head": lambda: self.dice.one_of((H, HK, B))}.get(kind, self.distance)()
+        if kind == "head":
+            return self.dice.one_of((H, HK, B))
+        return self.form() if kind == "form" else self.distance()
 
 
 def table_size_names(dims: tuple[str | int, ...]) -> int:

@@ -219,7 +219,7 @@ def _size(node: Node) -> int:
     if node.kind != INT:
         return 0
     if node.op == "const":
-        return min(abs(node.value), MOST)
+        return min(abs(int(node.value)), MOST)
     if node.op == "var":
         return 2 * MOST_POSITIONS if node.value in ("NQ", "NK", "QP", "KP") else MOST_POSITIONS
     if node.op == "load":
