@@ -61,12 +61,14 @@ class Factors:
         """The state after the last key."""
         return (self.f_k * self.left).swapaxes(-1, -2) @ self.v + self.lost[..., -1:, :] * self.before
 
-    def gradients(self, scale: float, store: Store) -> dict[str, Numbers]:
-        """Of q, k, v, of the decay of each token, and of the state before."""
+    def gradients(self, scale: float, store: Store, differences: int = 0) -> dict[str, Numbers]:
+        """Of q, k, v, of the decay of each token, and of the state before. differences: how that of decay is found."""
         d_weights = across(self.d_rows, self.v)
+        d_product = store(d_weights * self.decay)
         of_before = scale * self.lost * across(self.d_rows, self.before)
         of_after = self.left * across(self.v, self.d_after)
-        d_f_q, d_f_k = self._d_features(scale, store(d_weights * self.decay), of_before, of_after)
+        d_f_q = scale * (d_product @ self.f_k) + of_before
+        d_f_k = scale * _group(d_product.swapaxes(-1, -2) @ self.f_q) + of_after
         weights = self.weights(scale)
         d_v = _group(store(weights).swapaxes(-1, -2) @ self.d_rows) + (self.f_k * self.left) @ self.d_after
         d_before = scale * _group((self.lost * self.f_q).swapaxes(-1, -2) @ self.d_rows)
@@ -75,28 +77,19 @@ class Factors:
             _group(d_weights * weights), _group((self.f_q * of_before).sum(-1, keepdims=True))[..., 0],
             (self.f_k * of_after).sum(-1), (kept * self.before).sum((-2, -1)),
         )  # fmt: skip
+        if differences:
+            exponents = self._by_differences(d_f_q, d_f_k, differences)
         return {
             "d_q": d_f_q * self.slope_q, "d_k": d_f_k * self.slope_k, "d_v": d_v[..., :-1],
             "d_decay": exponents, "d_before": d_before + kept,
         }  # fmt: skip
 
-
-    def _d_features(
-        self, scale: float, d_product: Numbers, of_before: Numbers, of_after: Numbers
-    ) -> tuple[Numbers, Numbers]:
-        d_f_q = scale * (d_product @ self.f_k) + of_before
-        return d_f_q, scale * _group(d_product.swapaxes(-1, -2) @ self.f_q) + of_after
-
-    def exchanged(self, scale: float) -> Numbers:
-        """From each token on, all that queries and keys have of the gradient: kernels find that of decay as the
-        difference of the two, in which a query's weight of its own key cancels."""
-        d_product = across(self.d_rows, self.v) * self.decay
-        of_before = scale * self.lost * across(self.d_rows, self.before)
-        of_after = self.left * across(self.v, self.d_after)
-        d_f_q, d_f_k = self._d_features(scale, d_product, of_before, of_after)
-        each = _group((self.f_q * d_f_q).sum(-1, keepdims=True))[..., 0] + (self.f_k * d_f_k).sum(-1)
-        each[..., -1] += (self.d_after * self.after()).sum((-2, -1))
-        return np.flip(np.cumsum(np.flip(each, -1), axis=-1), -1)
+    def _by_differences(self, d_f_q: Numbers, d_f_k: Numbers, sign: int) -> Numbers:
+        """The gradient of the logs of decay as kernels without a matrix have it: what queries gain and keys lose by
+        their own cumulative decay, which later cancels. sign: -1, or 1 for magnitudes."""
+        of_rows = _group((self.f_q * d_f_q).sum(-1, keepdims=True))[..., 0] + sign * (self.f_k * d_f_k).sum(-1)
+        of_rows[..., -1] += (self.d_after * self.after()).sum((-2, -1))
+        return np.flip(np.cumsum(np.flip(of_rows, -1), axis=-1), -1)
 
 
 def _passed(between: Numbers, from_before: Numbers, to_after: Numbers, through: Numbers) -> Numbers:
@@ -207,7 +200,9 @@ class _Linear:
             if question.d_out is not None:
                 d_out = self.by_key_head(self.numbers(question.d_out)[:, :, rows])
                 found = replace(found, d_rows=d_rows(question, d_out, part_out, made[..., -1:]))
-                self.place(into, found.gradients(question.scale, self.store), at, rows)
+                # In a kernel's precision as kernels do it, or their errors could not be told from mistakes.
+                differences = -1 if self.dtype == np.float32 else 0
+                self.place(into, found.gradients(question.scale, self.store, differences), at, rows)
         state = dict(zip((f"state {x}" for x in STATE), (after[..., :-1], after[..., -1], total), strict=True))
         return {"out": out, "norm": norm, **state, **self.finished(into)}
 
@@ -358,7 +353,7 @@ class _Bounds(_Linear):
                 most, least = replace(most, d_rows=d_most), replace(least, d_rows=d_least)
                 found, low = most.gradients(scale, unrounded), least.gradients(scale, unrounded)
                 moved = {what: x - low[what] + share * x + self.units.least for what, x in found.items()}
-                moved["d_decay"] = moved["d_decay"] + share * most.exchanged(scale)
+                moved["d_decay"] += share * most.gradients(scale, unrounded, differences=1)["d_decay"]
                 self.place(into, moved, at, rows)
         state = dict(zip((f"state {x}" for x in STATE), (after[..., :-1], after[..., -1], total), strict=True))
         return {"out": out, "norm": norm, **state, **self.finished(into)}
