@@ -393,6 +393,21 @@ def test_types_of_results() -> None:
     assert wide.results["out"].dense.dtype == np.float32
 
 
+def test_what_storing_takes_from_out_makes_gradients_more_exact() -> None:
+    """In saturated rows, where d_score is a difference of numbers nearly equal."""
+    rng, errors = np.random.default_rng(1), []
+    q, k, v, d_out = (given(x, "float16") for x in np.float64(np.float16(rng.standard_normal((4, 1, 2, 30, 16)))))
+    for found in answer(Question(given(q.values * 8, "float16"), k, v, 0.5, d_out=d_out)).results.values():
+        lost, kept = (np.abs(x.dense - x.exact).max() for x in (found, found.with_remainder))
+        if found.what in ("out", "lse", "d_v"):
+            assert kept == lost
+        else:
+            errors.append(kept / lost)
+    assert len(errors) == 2 and max(errors) < 0.8
+    wide = answer(small()).results["d_q"]
+    assert wide.with_remainder is wide  # nothing is lost
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -110,9 +110,13 @@ class Attended:
         return self.softmax[1]
 
     @cached_property
-    def out(self) -> Numbers:
+    def out_unstored(self) -> Numbers:
         weights = by_key_head(self.store(self.softmax[0]), self.part)
-        return by_query_head(self.store(weights @ self.given.v), self.part)
+        return by_query_head(weights @ self.given.v, self.part)
+
+    @cached_property
+    def out(self) -> Numbers:
+        return self.store(self.out_unstored)
 
     # -- backward ------------------------------------------------------------------------------------------------------
     @cached_property
@@ -138,11 +142,15 @@ class Attended:
             return self.softmax[0]
         return np.exp(self.score - self.saved_lse[..., None])
 
-    def gradients(self, into: dict[str, Numbers]) -> None:
-        """Add this sequence's to d_q, d_k, d_v, d_sinks and "d_array 0" ..."""
+    def gradients(self, into: dict[str, Numbers], has_remainder: bool = False) -> None:
+        """Add this sequence's to d_q, d_k, d_v, d_sinks and "d_array 0" ...
+
+        has_remainder: what storing took from out has crossed from forward to backward, stored as well.
+        """
         part, given, store, n_k = self.part, self.given, self.store, self.part.shape[3]
         g = self.problem.numbers("d_out", self.dtype)[part.batch, :, part.rows]
-        delta = np.sum(g * self.out, axis=-1)
+        remainder = store(self.out_unstored - self.out) if has_remainder else 0
+        delta = np.sum(g * (self.out + remainder), axis=-1)
         if self.problem.question.d_lse is not None:
             delta = delta - self.problem.numbers("d_lse", self.dtype)[part.batch, :, part.rows]
         p, g_rows = self.weights_again, by_key_head(g, part)

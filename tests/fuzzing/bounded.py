@@ -243,18 +243,16 @@ class Bounds:
     def forward(self) -> dict[str, Numbers]:
         rows = self.problem.question.q.values.shape[:3]
         out, lse = np.zeros((*rows, self.problem.question.v.values.shape[3])), np.zeros(rows)
-        with np.errstate(all="ignore"):
-            for one in self.parts:
-                out[one.part.batch, :, one.part.rows] = one.off_out
-                lse[one.part.batch, :, one.part.rows] = one.off_lse
+        for one in self.parts:
+            out[one.part.batch, :, one.part.rows] = one.off_out
+            lse[one.part.batch, :, one.part.rows] = one.off_lse
         return {"out": out, "lse": lse}
 
     def backward(self, exact: dict[str, Numbers], types: dict[str, str]) -> dict[str, Numbers]:
         """exact, types: the gradients and what they are stored in."""
         into = {what: np.zeros(x.shape) for what, x in exact.items()}
-        with np.errstate(all="ignore"):
-            for one in self.parts:
-                one.off_gradients(into)
-            for what, values in exact.items():
-                into[what] += self.units.stored(values.astype(np.float64), types[what])
+        for one in self.parts:
+            one.off_gradients(into)
+        for what, values in exact.items():
+            into[what] += self.units.stored(values.astype(np.float64), types[what])
         return into

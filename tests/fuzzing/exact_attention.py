@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from tests.fuzzing.attended import Attended, Store
 from tests.fuzzing.bounded import Bounds
 from tests.fuzzing.parts import Problem
 from tests.fuzzing.question import Given, Numbers, Question
-from tests.fuzzing.results import Exact
-from tests.fuzzing.widths import ROUNDING, STORED, coarser, unrounded, wide
+from tests.fuzzing.results import Exact, remembered
+from tests.fuzzing.widths import HALF, ROUNDING, STORED, coarser, unrounded, wide
 
 
 def attention_results(question: Question) -> list[Exact] | str:
@@ -48,10 +47,10 @@ class _InOneType:
             lse[one.part.batch, :, one.part.rows] = one.lse
         return {"out": out, "lse": lse}
 
-    def backward(self) -> dict[str, Numbers]:
+    def backward(self, has_remainder: bool = False) -> dict[str, Numbers]:
         into = {what: np.zeros(given.values.shape, self.dtype) for what, given in _differentiated(self.problem).items()}
         for one in self.sequences:
-            one.gradients(into)
+            one.gradients(into, has_remainder)
         return {what: self.store(x) if what in ("d_q", "d_k", "d_v") else x for what, x in into.items()}
 
 
@@ -79,20 +78,18 @@ class _Computed:
     def results(self) -> list[Exact]:
         exact, dense = self.exact.forward(), self.dense.forward()
         types = {"out": self.dtype, "lse": wide(self.dtype)}
-        of = _remembered(self.bounds.forward)
+        of = remembered(self.bounds.forward)
         made = [Exact(what, t, t, exact[what], dense[what], 0.0, of) for what, t in types.items()]
         return made if self.problem.question.d_out is None else made + self._gradients(exact["lse"])
 
     def _gradients(self, lse: Numbers) -> list[Exact]:
         exact, dense = self.exact.backward(), self.dense.backward()
         types = {what: given.dtype for what, given in _differentiated(self.problem).items()}
-        of = _remembered(lambda: self.bounds.backward(exact, types))
+        of = remembered(lambda: self.bounds.backward(exact, types))
+        remainders = remembered(lambda: self.dense.backward(has_remainder=True)) if self.dtype in HALF else None
         # Weights are computed again from an lse that was rounded.
         saved = ROUNDING[wide(self.dtype)] * float(np.abs(lse[np.isfinite(lse)]).max(initial=0))
         return [  # sums over many scores, which carry the rounding of the inputs' type
-            Exact(what, t, coarser(self.dtype, t), exact[what], dense[what], saved, of) for what, t in types.items()
+            Exact(what, t, coarser(self.dtype, t), exact[what], dense[what], saved, of, remainders)
+            for what, t in types.items()
         ]
-
-
-def _remembered(find: Callable[[], dict[str, Numbers]]) -> Callable[[], dict[str, Numbers]]:
-    return lru_cache(maxsize=1)(find)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from tests.fuzzing.bounded import MOST_MOVED, MOST_SCORE, Units
 from tests.fuzzing.errors import Bounded
 from tests.fuzzing.question import Given, LinearQuestion, Numbers
-from tests.fuzzing.results import Exact
+from tests.fuzzing.results import Exact, remembered
 from tests.fuzzing.slopes import slopes
 from tests.fuzzing.values import Values, evaluate
 from tests.fuzzing.walk import ExpressionError, Walk, read_score
@@ -320,11 +319,8 @@ class _Bounds(_Linear):
         return np.where(none, 0, off / norm)
 
     def results_off(self, exact: dict[str, Numbers], types: dict[str, str]) -> dict[str, Numbers]:
-        with np.errstate(all="ignore"):
-            found = self.of_parts()
-            for what, values in exact.items():
-                found[what] = found[what] + self.units.stored(values.astype(np.float64), types[what])
-            return {what: found[what] for what in exact}
+        found = self.of_parts()
+        return {what: found[what] + self.units.stored(x.astype(np.float64), types[what]) for what, x in exact.items()}
 
     def of_parts(self) -> dict[str, Numbers]:
         question, scale = self.question, abs(self.question.scale)
@@ -385,6 +381,6 @@ def linear_results(question: LinearQuestion) -> list[Exact] | str:
     types = {what: dtype if what in ("out", "d_q", "d_k", "d_v") else wide(dtype) for what in exact}
     if question.decay is not None and question.decay.values.ndim > 0 and "d_decay" in types:
         types["d_decay"] = question.decay.dtype
-    found = lru_cache(maxsize=1)(lambda: bounds.results_off(exact, types))
+    found = remembered(lambda: bounds.results_off(exact, types))
     saved = (BAND if question.decay is None else BAND_OF_DECAY) * ROUNDING[wide(dtype)]
     return [Exact(what, t, coarser(dtype, t), exact[what], dense[what], saved, found) for what, t in types.items()]

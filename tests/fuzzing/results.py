@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,11 +27,17 @@ class Exact:
     dense: Numbers
     saved: float
     bounds: Callable[[], dict[str, Numbers]] = field(repr=False)
+    remainders: Callable[[], dict[str, Numbers]] | None = field(default=None, repr=False)
 
     @property
     def bound(self) -> Numbers:
         """How far rounding alone can take each number from the exact one; found when it is asked for."""
         return self.bounds()[self.what]
+
+    @property
+    def with_remainder(self) -> Exact:
+        """The same for a backward pass that got what storing took from out, by which it is to be more exact."""
+        return self if self.remainders is None else replace(self, dense=self.remainders()[self.what], remainders=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,3 +53,14 @@ def beyond_its_type(x: Exact) -> str | None:
     largest = np.abs(x.exact[finite]).max(initial=0)
     fits = not np.isnan(x.exact).any() and largest < 0.9 * LARGEST[x.dtype] and np.isfinite(x.dense[finite]).all()
     return None if fits else "results beyond the range of their type"
+
+
+def remembered(find: Callable[[], dict[str, Numbers]]) -> Callable[[], dict[str, Numbers]]:
+    """Found when it is asked for, once."""
+
+    @lru_cache(maxsize=1)
+    def quietly() -> dict[str, Numbers]:
+        with np.errstate(all="ignore"):
+            return find()
+
+    return quietly
