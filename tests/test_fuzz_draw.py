@@ -160,7 +160,7 @@ def test_every_mask_of_the_gallery_meets_every_score() -> None:
         gallery.mask(pool)
         gallery.score(pool)
         pairs.add(tuple(x for x in pool.names if x.startswith("gallery")))
-    assert len(pairs) == len(gallery.MASKS) * len(gallery.SCORES) == 20 * 14
+    assert len(pairs) == len(gallery.MASKS) * len(gallery.SCORES) == 21 * 14
 
 
 # -- how much of everything -------------------------------------------------------------------------------------------
@@ -168,59 +168,61 @@ def test_every_mask_of_the_gallery_meets_every_score() -> None:
 # At least so many of DRAWS calls have each; about two thirds of those that have.
 FLOORS = {
     1: """
-        load by NK
+        load by NQ
     """,
     3: """
         a float part of both; decay number
     """,
     6: """
-        a bound of 0; feature relu2; load by KP; load by QP; load of rank 0
+        a bound of 0; feature relu2; load by KP; unread keys spoilt
     """,
     10: """
-        a constant of inf; decay head; feature elu; feature exp; feature identity; feature relu; linear dtype
-        bfloat16; linear dtype float16; no keys; state out pulled; unread keys spoilt
+        an array of both; decay head; feature elu; feature exp; feature identity; feature relu; linear dtype
+        bfloat16; linear dtype float16; load by QP; load of rank 0; no keys; state out pulled
     """,
     15: """
-        a constant at the edge; array uint8; form NK - Q - c; linear dtype float64
+        a constant at the edge; a constant of inf; array uint8; form NK - Q - c; linear dtype float64
     """,
     20: """
-        a bound that is a float; an array of both; array int16; array int8; contiguous cache; d_out expanded;
-        d_out of another type; decay token; form (Q - 50) % -c; form NK - Q; form c * HK; lengths differ; linear
-        of all; named document; named prefix; no queries; scale of 0; two views of one array
+        a bound that is a float; array int16; array int8; contiguous cache; d_out expanded; d_out of another
+        type; decay token; form (Q - 50) % -c; form B; form NK - Q; form c * HK; lengths differ; linear of all;
+        named document; named prefix; named relative; negative of a floordiv; no queries; scale of 0; sink of
+        none; two views of one array
     """,
     30: """
         a bool part of both; a bound that is an index; a bound that starts an index; array int64; feature of its
-        own; form (Q - 50) % c; form (Q - NK) // c; form 0; form B; form H + Q; form HK; form Q // -c; form QP;
-        form c; form c * B + Q; gradients of arrays; layout odd padding; linear backward; linear packed; load by
-        HK; named alibi; named bias; named causal; named dense; named dilated; named relative; named t5;
-        negative of a floordiv; not normalized; several queries of a cache; sink of none; state in
+        own; form (Q - NK) // c; form 0; form H + Q; form HK; form Q // -c; form QP; form c; form c * B + Q;
+        gradients of arrays; layout odd padding; linear backward; linear packed; load by HK; named alibi; named
+        bias; named causal; named dense; named dilated; negative floordiv; not normalized; several queries of a
+        cache; state in
     """,
     40: """
-        a bound of both; decay none; form -(Q // c); form 2 * Q; linear dtype float32; named softcap; named
-        window; negative mod; op exp; saved elsewhere
+        a bound of both; decay none; form (Q - 50) % c; form -(Q // c); form 2 * Q; linear dtype float32; load
+        by a load; named softcap; named t5; named window; negative scale; op exp; saved elsewhere
     """,
     50: """
-        an empty sequence; equal bounds; kind one query; linear causal; load by a load; load of rank 3; load of
-        rank 4; negative floordiv; negative scale; normalized; op log; op ne; paged cache; score of depth 3
+        a int part of both; an empty sequence; array int32; equal bounds; kind one query; linear causal; load of
+        rank 3; load of rank 4; negative mod; normalized; op log; op maximum; op ne; paged cache; score of depth
+        3
     """,
     75: """
-        a bound that starts a float; a int part of both; array bfloat16; array bool; array float16; array
-        float64; array int32; kind cache; kind linear; layout read-only; load by B; no d_lse; op maximum; where
-        in the mask
+        a bound that starts a float; array bfloat16; array bool; array float16; array float64; kind cache; kind
+        linear; layout read-only; load by B; no d_lse
     """,
     100: """
         a bound bottom right; a bound in the score; a bound top left; a bound under ~; a row of many keys; array
-        float32; kind packed; kind part; load by K; load by Q; load of rank 2; mask of depth 3; op div; op
-        minimum; origin; recipe mask of named; recipe score of gallery; recipe score of named; score of depth 6
+        float32; grouped heads; kind packed; kind part; load by K; load of rank 2; mask of depth 3; mask of
+        depth 6; op div; origin; recipe mask of named; recipe score of gallery; recipe score of named; score of
+        depth 6; where in the mask
     """,
     150: """
-        an array by variables and by other indices; d_lse; dtype float64; form P + c; form Q + c; grouped heads;
-        layout padding; load by H; mask of depth 6; op float; op floordiv; op gt; op neg; op not; op tanh;
-        recipe mask of gallery; recipe mask of grammar; recipe score of grammar; sinks; where in the score
+        an array by variables and by other indices; batch invariant; d_lse; dtype float64; form P + c; form Q +
+        c; layout padding; load by H; load by Q; op float; op gt; op minimum; op neg; op not; op tanh; recipe
+        mask of gallery; recipe mask of grammar; recipe score of grammar; sinks; where in the score
     """,
     200: """
-        a bound under |; backward; batch; batch invariant; dtype bfloat16; dtype float16; dtype float32; layout
-        aside; layout reversed; load by an operation; one key head; op eq; op lt; op mod; op or; op where
+        a bound under |; backward; batch; dtype bfloat16; dtype float16; dtype float32; layout aside; layout
+        reversed; load by an operation; one key head; op eq; op floordiv; op lt; op mod; op or; op where
     """,
     300: """
         d_v unlike d; form P; form Q; layout expanded; load of rank 1; op abs; op and; op ge; op le; recipe mask
