@@ -19,6 +19,7 @@ from tests.fuzzing.tables import Sizes, filled, rounded
 from tests.fuzzing.texts import drawn_texts
 
 MOST_DRAWS = 100  # attempts of one seed
+OF_MANY_KEYS, WIDEST_OF_MANY_KEYS = ("cache", "one query"), 128
 _OF_Q, _OF_K = {"Q", "QP"}, {"K", "KP"}
 KINDS = {"dense": 6.0, "packed": 1.5, "one query": 0.7, "part": 1.5}
 
@@ -69,14 +70,18 @@ class _Drawing:
 
     def __init__(self, compiled: Dice, dice: Dice, wanted: Wanted) -> None:
         self.dice, self.wanted, self.menu = dice, wanted, wanted.menu(compiled)
-        self.kind = "cache" if compiled.chance(wanted.cache_share) else _kind(compiled, wanted)
+        kind = _kind(compiled, wanted)
         shares = {dtype: share for dtype, share in self.menu.dtypes.items() if dtype in wanted.dtypes}
         self.dtype = compiled.weighted(shares or dict.fromkeys(wanted.dtypes, 1.0))
         self.tile = self.menu.tile(compiled)
         self.d = min(self.menu.head_dim(compiled), wanted.most_head_dim)
         self.d_v = self.d if compiled.chance(0.6) else min(self.menu.head_dim(compiled), wanted.most_head_dim)
-        if self.kind in ("cache", "one query"):
-            self.d, self.d_v = min(self.d, 128), min(self.d_v, 128)
+        if kind in OF_MANY_KEYS:
+            self.d, self.d_v = min(self.d, WIDEST_OF_MANY_KEYS), min(self.d_v, WIDEST_OF_MANY_KEYS)
+        # Most kernels serve calls of all kinds: some of those that share what is compiled are of another.
+        other = _kind(dice, wanted) if dice.chance(0.25) else kind
+        fits = other not in OF_MANY_KEYS or max(self.d, self.d_v) <= WIDEST_OF_MANY_KEYS
+        self.kind = other if fits else kind
         self.texts = drawn_texts(compiled, self.menu.reach)
         self.has_sinks = compiled.chance(0.2)
         scale = compiled.weighted({0.3: 3, 1.0: 3, 0.05: 2, -0.5: 2, 0.0: 1}) if compiled.chance(0.35) else None
@@ -228,4 +233,6 @@ def _text(node: la.Node | None) -> str | None:
 
 
 def _kind(dice: Dice, wanted: Wanted) -> str:
+    if dice.chance(wanted.cache_share):
+        return "cache"
     return dice.weighted({kind: KINDS[kind] for kind in wanted.kinds})

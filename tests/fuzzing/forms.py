@@ -79,10 +79,24 @@ DISTANCES: tuple[Callable[[Node, Node, int], Node], ...] = (
     lambda f, k, c: k - f,
     lambda f, k, c: abs(f - k),
     lambda f, k, c: abs(k - f),
-    lambda f, k, c: (f - k) % abs(c),
-    lambda f, k, c: -((f - k) // abs(c)),
-    lambda f, k, c: (f - k) // -abs(c),
-    lambda f, k, c: (k - f) % -abs(c),
+)
+# Division and remainder of negative numbers, and by them, as a simplifier would rearrange them; c is above 0.
+NEGATIVE: tuple[Callable[[Node, Node, int], Node], ...] = (
+    lambda f, k, c: (f - k) % c,
+    lambda f, k, c: -((f - k) // c),
+    lambda f, k, c: (f - k) // -c,
+    lambda f, k, c: (k - f) % -c,
+    lambda f, k, c: -(f - k) // c,
+    lambda f, k, c: (f - k) // c * c + (f - k) % c,
+    lambda f, k, c: (c * f - k) // c,
+    lambda f, k, c: (c * (f - k) + 1) % c,
+    lambda f, k, c: (f - k) // c // 2,
+    lambda f, k, c: (f - k) % (2 * c) // c,
+    lambda f, k, c: (k - NK) // c,
+    lambda f, k, c: (k - NK) % -c - c,
+    lambda f, k, c: la.minimum(f - k, 0) // c,
+    lambda f, k, c: (f - k - c) // c % -3,
+    lambda f, k, c: NK - f - c - k,
 )
 RATES = (-0.02, 0.05, 0.01, -0.1, 0.005)  # an error of one position reaches lse, and no score is beyond all others
 
@@ -135,7 +149,9 @@ class Pool:
         return la.minimum(form, self.form()) if kind == "minimum" else where(la.equal(H, 0), form, self.form())
 
     def other(self) -> Node:
-        kind = self.dice.weighted({"form": 6, BOOL: 1, INT: 1, FLOAT: 1})
+        kind = self.dice.weighted({"form": 6, "negative": 1.5, BOOL: 1, INT: 1, FLOAT: 1})
+        if kind == "negative":
+            return self.shared(BOOL, la.make(self.dice.one_of(("lt", "ge", "eq", "ne")), self.negative(), self.form()))
         if kind == BOOL:
             return self.read(BOOL)
         if kind == INT:
@@ -145,9 +161,11 @@ class Pool:
         return self.shared(BOOL, self.dice.one_of(OTHERS)(self.form(), self.number()))
 
     def distance(self) -> Node:
-        plain = self.dice.chance(0.8)
-        made = self.dice.one_of(DISTANCES[:4] if plain else DISTANCES)(self.form(), self.column(), self.number())
-        return self.shared(INT, made)
+        made = self.dice.one_of(DISTANCES)(self.form(), self.column(), self.number())
+        return self.shared(INT, made) if self.dice.chance(0.85) else self.negative()
+
+    def negative(self) -> Node:
+        return self.shared(INT, self.dice.one_of(NEGATIVE)(self.form(), self.column(), abs(self.number())))
 
     def amount(self) -> Node:
         """A float of a form, or of how far a key is from it."""
