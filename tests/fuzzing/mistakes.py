@@ -56,6 +56,8 @@ def found(mistake: Mistake, most: int = MOST_CALLS) -> Found | None:
         if answer is not None:
             calls += 1
             told = getattr(answer[1], "failure", str(answer[1]))
+            if told is not None and told.startswith("ended with exit code"):
+                raise RuntimeError(f"the mistake could not be planted, or a call not be drawn: {told}")
             if told is not None:
                 return Found(calls, told)
     return None
@@ -193,7 +195,7 @@ VALUES = {
                                                   "index % size"),
     "where is the other way round": edit("kernels.numpy.ops:numpy_ops", '"where": np.where',
                                          '"where": lambda c, a, b: np.where(c, b, a)'),
-    "quotients of floats are not floored": edit("kernels.numpy.ops:numpy_ops", "np.floor(a / b))", "a / b)"),
+    "quotients of floats are not floored": edit("kernels.numpy.ops:numpy_ops", "else np.floor(a / b))", "else a / b)"),
     "remainders have the dividend's sign": edit("kernels.numpy.ops:numpy_ops", "np.remainder(a, b) if", "np.fmod(a, b) if"),
 }  # fmt: skip
 _RULES = "derivative:_RULES"
