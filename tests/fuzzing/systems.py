@@ -20,7 +20,8 @@ from tilewise.linear import dispatch as linear_dispatch
 UNORDERED_SIMULATED = "cuda-sim/unordered"
 IN_ANY_ORDER = ("cuda/unordered", UNORDERED_SIMULATED)  # whose gradients of q have other bits each time
 HALF = ("float16", "bfloat16")
-SHAPES, SHAPES_COMPILED = 3, 20  # calls that share a variant; on systems that compile it, in seconds
+SHAPES, SHAPES_COMPILED, SHAPES_COMPILED_LONG = 3, 20, 50  # calls that share a variant; where that is compiled, in
+LONG_COMPILED = ("cute", "tilelang")  # seconds, or by these in many
 
 # How many calls of each are on record to pass before a release, right every one; `tests/fuzz.py --left` counts.
 TARGETS = {
@@ -89,7 +90,8 @@ def recorded(name: str) -> str:
 def wanted(name: str) -> Wanted:
     """Which calls say most about it: those that it computes, of several tiles. What it refuses is drawn now and then."""
     kind, _, rung = name.partition("/")
-    made = Wanted(shapes=SHAPES_COMPILED if compiles(name) else SHAPES)
+    compiled = SHAPES_COMPILED_LONG if kind in LONG_COMPILED else SHAPES_COMPILED
+    made = Wanted(shapes=compiled if compiles(name) else SHAPES)
     if not rung and kind in linear_dispatch.SYSTEMS:
         made = replace(made, linear_share=0.1)
     if kind == "numpy":
