@@ -47,11 +47,11 @@ BLOCK = 15  # seeds that a process takes at a time, where nothing is compiled fo
 
 def run(
     put: Put, blocks: Iterable[Sequence[int]], jobs: int, seconds: float | None = None, total: int | None = None,
-    piece: Callable[[Report], bool] = lambda report: False,
+    piece: Callable[[Report], None] = lambda report: None,
 ) -> Report:  # fmt: skip
     """Judge every seed, or until the time is up, there are enough failures, or the user has seen enough.
 
-    piece: takes what was judged since the last one, and says whether it did; it is asked now and then.
+    piece: is shown what was judged so far, now and then.
     """
     report = Report()
     until = None if seconds is None else time.monotonic() + seconds
@@ -59,8 +59,8 @@ def run(
         for found in answered(put.begin, blocks, jobs, until):
             if found is not None:
                 report.add(*found)
-            elif piece(report):
-                report = Report()
+            else:
+                piece(report)
             progress(report.progress(total))
             if len(report.failures) >= MOST_FAILURES:
                 break

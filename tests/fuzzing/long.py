@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests import proof
 from tests.fuzzing import systems
-from tests.fuzzing.records import ROOT, Record, Run, left, missing, ranges
+from tests.fuzzing.records import ROOT, SUMS, Record, Run, left, missing, ranges
 from tests.fuzzing.report import Report
 from tests.fuzzing.systems import TARGETS
 
@@ -26,6 +26,8 @@ class Long:
         self.done = record.done(of)
         self.left = max(target - record.calls(of["system"], of["sources"], of["isa"]), 0)
         self._since = time.monotonic()
+        self._put = dict.fromkeys(SUMS, 0)  # of the report, on record already
+        self._seeds = 0
 
     def blocks(self, first: int, size: int) -> Iterator[range]:
         """Seeds that are not on record yet; as many as are left to do."""
@@ -33,19 +35,21 @@ class Long:
         for block in missing(self.done, first, size):
             if given >= self.left:
                 return
+            yield block[: self.left - given]
             given += len(block)
-            yield block
 
-    def take(self, report: Report, at_once: bool = False) -> bool:
-        """Put what was judged on record, if it is time to; whether it was put."""
-        if not report.cases or (not at_once and time.monotonic() - self._since < EVERY):
-            return False
-        self._since = time.monotonic()
+    def take(self, report: Report, at_once: bool = False) -> None:
+        """Put what was judged since the last time on record, if it is time to."""
+        seeds = report.seeds[self._seeds :]
+        if not seeds or (not at_once and time.monotonic() - self._since < EVERY):
+            return
+        self._since, self._seeds = time.monotonic(), len(report.seeds)
+        now = {**report.counts(), "seconds": round(report.seconds, 1)}
+        sums = {name: round(now[name] - self._put[name], 1) for name in SUMS}
+        self._put = {name: now[name] for name in SUMS}
         record = Record(self.path)  # another run may have written to it
-        run = {**self.of, **report.counts(), "seeds": ranges(report.seeds), "seconds": round(report.seconds, 1)}
-        record.put(run)
+        record.put({**self.of, **sums, "worst": now["worst"], "seeds": ranges(seeds)})
         record.write()
-        return True
 
 
 def share(system: str, isa: str | None) -> int:

@@ -284,7 +284,6 @@ MARSHALLING = {
                                    "arrays.widen(arrays.as_numpy(spec.sinks), lse.dtype)"),
     "misaligned arrays are taken where they are": edit("kernels.cpu.marshal:_has_whole_steps",
                                                        "not any(step % x.itemsize for step in x.strides)", "True"),
-    "sums of arrays race": edit("kernels.cpu.backward:_turns", "return Turns.ALL_IN_TURN", "return Turns.AT_ONCE"),
 }  # fmt: skip
 CALLS = {
     "key heads go round": edit("spec:Shape.env", "h // max(self.group, 1)", "h % max(self.heads_k, 1)"),

@@ -19,7 +19,7 @@ from tests.fuzzing.systems import TARGETS
 ROOT = Path(__file__).resolve().parent.parent.parent
 KEPT, PAGE = ROOT / "results" / "fuzz.json", ROOT / "docs" / "contract.md"
 SCHEMA = 1
-_SUMS = ("calls", "computed", "backward", "refused", "redrawn", "plans", "wrong", "seconds")
+SUMS = ("calls", "computed", "backward", "refused", "redrawn", "plans", "wrong", "seconds")
 
 Run = dict[str, Any]
 Ranges = list[list[int]]  # of seeds, each with its first and the one after its last
@@ -99,7 +99,7 @@ class Record:
         before = next((x for x in self.runs if _same(x, run) and x["machine"] == run["machine"]), None)
         if before is not None:
             self.runs.remove(before)
-            run = {**run, **{name: before[name] + run[name] for name in _SUMS}}
+            run = {**run, **{name: before[name] + run[name] for name in SUMS}}
             run |= {"seeds": united(before["seeds"], run["seeds"]), "worst": max(before["worst"], run["worst"])}
         self.runs.append(run)
 
