@@ -91,8 +91,15 @@ class Attended:
         score = np.broadcast_to(self.found[-1], self.part.shape)
         if self.problem.mask is None or not score.size:
             return score
-        seen = evaluate(self.problem.mask, self.part.env, self.problem.question.arrays, self.how)[-1]
-        return np.where(seen, score, self.dtype.type(-np.inf))
+        return np.where(self.seen, score, self.dtype.type(-np.inf))
+
+    @cached_property
+    def seen(self) -> Numbers:
+        """Which keys the mask lets count."""
+        if self.problem.mask is None:
+            return np.ones(self.part.shape, bool)
+        found = evaluate(self.problem.mask, self.part.env, self.problem.question.arrays, self.how)[-1]
+        return np.broadcast_to(found, self.part.shape)
 
     @cached_property
     def softmax(self) -> tuple[Numbers, Numbers]:

@@ -43,9 +43,10 @@ def check(question: Question, spec: Attention, shape: Shape, tiles: Sequence[tup
         for part, part_shape in _parts(problem, spec, shape):
             if 0 in part.shape:
                 continue
-            counts = Attended(problem, part, np.float64).score != -np.inf
+            attended = Attended(problem, part, np.float64)
+            counts = attended.score != -np.inf
             for tile in tiles:
-                check_plan(schedule.plan(spec, part_shape, Tile(*tile)), counts)
+                check_plan(schedule.plan(spec, part_shape, Tile(*tile)), counts, attended.seen)
                 count += 1
     return count
 
@@ -62,19 +63,27 @@ def _parts(problem: Problem, spec: Attention, shape: Shape) -> Iterator[tuple[Pa
     yield from zip(problem.parts, shapes, strict=True)
 
 
-def check_plan(plan: Plan, counts: Numbers) -> None:
-    """counts: whether a key counts, (batch, heads, queries, keys)."""
+def check_plan(plan: Plan, counts: Numbers, seen: Numbers) -> None:
+    """counts: whether a key counts, (batch, heads, queries, keys). seen: whether the mask alone lets it: a FULL tile's
+    scores are computed, so that those of -inf hide their keys there too."""
     tile, (rows, columns) = plan.tile, plan.grid
-    many = np.add.reduceat(counts, np.arange(rows) * tile.q, axis=2, dtype=np.int64)
-    many = np.add.reduceat(many, np.arange(columns) * tile.k, axis=3)
+    many, open_ = (_by_tiles(x, plan) for x in (counts, seen))
     by_query = _kinds(plan.by_query, rows, columns, "query-major")
     by_key = _kinds(plan.by_key, columns, rows, "key-major").swapaxes(-1, -2)
     for kinds, order in ((by_query, "query-major"), (by_key, "key-major")):
         _refuse(order, "EMPTY, and has keys that count", plan, (kinds == Kind.EMPTY) & (many > 0), many)
         # A tile that is not whole is never FULL: there are no keys at its end.
-        _refuse(order, "FULL, and has keys that do not", plan, (kinds == Kind.FULL) & (many < tile.q * tile.k), many)
+        hides = (kinds == Kind.FULL) & (open_ < tile.q * tile.k)
+        _refuse(order, "FULL, and has keys that the mask hides", plan, hides, open_)
     if not np.array_equal(*np.broadcast_arrays(by_query, by_key)):
         raise WrongPlan(f"{_told(plan)}: the two orders have other kinds of tiles")
+
+
+def _by_tiles(keys: Numbers, plan: Plan) -> Numbers:
+    """How many there are in each tile."""
+    tile, (rows, columns) = plan.tile, plan.grid
+    many = np.add.reduceat(keys, np.arange(rows) * tile.q, axis=2, dtype=np.int64)
+    return np.add.reduceat(many, np.arange(columns) * tile.k, axis=3)
 
 
 def _kinds(runs: Runs, rows: int, columns: int, order: str) -> Numbers:

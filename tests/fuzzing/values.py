@@ -20,10 +20,7 @@ def kind_of(given: Given) -> str:
 
 
 def _floor_divide(a: Any, b: Any) -> Any:
-    """-1 is taken out, by which the least number wraps around, and 0, by which everything is 0."""
-    odd = (b == 0) | (b == -1)
-    quotient = np.floor_divide(a, np.where(odd, 1, b))
-    return np.where(odd, np.where(b == 0, 0, np.negative(a)), quotient)
+    return np.where(b == 0, 0, np.floor_divide(a, np.where(b == 0, 1, b)))
 
 
 def _remainder(a: Any, b: Any) -> Any:
