@@ -136,6 +136,8 @@ def _value(text: str, dtype: Any = np.float64) -> Numbers:
         ("MOST * 2", -2),
         ("LEAST // MINUS_1", LEAST),
         ("LEAST % MINUS_1", 0),
+        ("MOST // 2", 2**62 - 1),
+        ("MOST % 10", 7),
         ("ODD == EVEN", False),
         ("float(ODD) == float(EVEN)", True),
         # Any index is clamped to its array.

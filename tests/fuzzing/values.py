@@ -16,7 +16,7 @@ from tests.fuzzing.walk import BOOL, FLOAT, INT, Walk
 
 
 def kind_of(given: Given) -> str:
-    return {"b": BOOL, "i": INT, "f": FLOAT}[given.values.dtype.kind]
+    return {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}[given.values.dtype.kind]
 
 
 def _floor_divide(a: Any, b: Any) -> Any:
@@ -59,7 +59,8 @@ class Values:
 
     def load(self, given: Given, index: Sequence[Any]) -> Any:
         found = given.values[places(given, index)]
-        return found.astype(self.dtype) if given.values.dtype.kind == "f" else found
+        kind = kind_of(given)
+        return found if kind == BOOL else found.astype(self.dtype if kind == FLOAT else np.int64)
 
     def apply(self, op: str, kind: str, *args: Any) -> Any:
         """An operation on operands of this type; of a choice, what is chosen from."""
