@@ -388,6 +388,35 @@ def test_either_order_is_judged(order: str, change: Callable[[Runs], Runs], wron
         plans.check_plan(plan, seen, seen)
 
 
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        (lambda kinds: kinds, None),
+        (lambda kinds: kinds & 0b10_00, "has keys that count .*joined|leaves out|has the run"),
+        (lambda kinds: np.where(kinds > 15, 0b10_10_10, 0b10_10), "the mask hides|leaves out"),
+        (lambda kinds: np.where(kinds == 0b01_01, 0b01_00, kinds), "has keys that count .*joined|leaves out"),
+        (lambda kinds: np.where(kinds > 0, 99, 0), "has the run"),
+    ],
+)
+def test_warpgroups_that_share_keys_have_their_own_kinds(
+    change: Callable[[Numbers], Numbers], wrong: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, seen = planned("(K <= Q) & (K > Q - 150)", "(K <= Q) & (K > Q - 150)", 300, 310)
+    plan = Plan(plan.shape, Tile(64, 32), plan.live)
+    runs = Plan.joined
+
+    def joined(self: Plan, count: int, most_skipped: int) -> Runs:
+        made = runs(self, count, most_skipped)
+        return Runs(np.column_stack([made.table[:, :2], change(made.table[:, 2])]), made.offsets)
+
+    monkeypatch.setattr(Plan, "joined", joined)
+    if wrong is None:
+        plans.check_plan(plan, seen, seen)
+        return
+    with pytest.raises(plans.WrongPlan, match=wrong):
+        plans.check_plan(plan, seen, seen)
+
+
 # -- kernels ----------------------------------------------------------------------------------------------------------
 
 
