@@ -19,6 +19,7 @@ from tests.fuzzing.tables import Sizes, filled, rounded
 from tests.fuzzing.texts import drawn_texts
 
 MOST_DRAWS = 100  # attempts of one seed
+OF_MANY_KEYS, WIDEST_OF_MANY_KEYS = ("cache", "one query"), 128
 _OF_Q, _OF_K = {"Q", "QP"}, {"K", "KP"}
 KINDS = {"dense": 6.0, "packed": 1.5, "one query": 0.7, "part": 1.5}
 
@@ -69,17 +70,21 @@ class _Drawing:
 
     def __init__(self, compiled: Dice, dice: Dice, wanted: Wanted) -> None:
         self.dice, self.wanted, self.menu = dice, wanted, wanted.menu(compiled)
-        self.kind = "cache" if compiled.chance(wanted.cache_share) else _kind(compiled, wanted)
+        kind = _kind(compiled, wanted)
         shares = {dtype: share for dtype, share in self.menu.dtypes.items() if dtype in wanted.dtypes}
         self.dtype = compiled.weighted(shares or dict.fromkeys(wanted.dtypes, 1.0))
         self.tile = self.menu.tile(compiled)
         self.d = min(self.menu.head_dim(compiled), wanted.most_head_dim)
         self.d_v = self.d if compiled.chance(0.6) else min(self.menu.head_dim(compiled), wanted.most_head_dim)
-        if self.kind in ("cache", "one query"):
-            self.d, self.d_v = min(self.d, 128), min(self.d_v, 128)
+        if kind in OF_MANY_KEYS:
+            self.d, self.d_v = min(self.d, WIDEST_OF_MANY_KEYS), min(self.d_v, WIDEST_OF_MANY_KEYS)
+        # Most kernels serve calls of all kinds: some of those that share what is compiled are of another.
+        other = _kind(dice, wanted) if dice.chance(0.25) else kind
+        fits = other not in OF_MANY_KEYS or max(self.d, self.d_v) <= WIDEST_OF_MANY_KEYS
+        self.kind = other if fits else kind
         self.texts = drawn_texts(compiled, self.menu.reach)
         self.has_sinks = compiled.chance(0.2)
-        scale = compiled.one_of([0.3, 1.0, 0.05, -0.5, 0.0]) if compiled.chance(0.35) else None
+        scale = compiled.weighted({0.3: 3, 1.0: 3, 0.05: 2, -0.5: 2, 0.0: 1}) if compiled.chance(0.35) else None
         self.scale = 1 / math.sqrt(self.d) if scale is None else scale
         self.batch_invariant = compiled.chance(0.2)
         self.page = compiled.one_of((None, None, 16, 32, 128))
@@ -89,19 +94,20 @@ class _Drawing:
         if not self.wanted.arrays_want_gradients:
             arrays = tuple(replace(x, wants_gradient=False) for x in arrays)
         q, k, v = self.inputs()
+        origin, total = self.positions
         question = Question(
-            q, k, v, self.scale, *(None if x is None else la.text(x) for x in (texts.mask, texts.score)),
-            *(None if x is None else x.replace(HEADS, str(self.counts.heads)) for x in self.as_written),
-            arrays, self.sinks() if self.has_sinks else None, self.lengths, *self.positions, self.cache,
-            self.batch_invariant, tile=self.tile, threads=self.dice.between(2, 4),
-            saved_elsewhere=self.dice.chance(0.2), names=(self.kind, *texts.names),
+            q, k, v, self.scale, mask=_text(texts.mask), score=_text(texts.score),
+            mask_as_written=self._with_heads(texts.mask_as_written),
+            score_as_written=self._with_heads(texts.score_as_written),
+            arrays=arrays, sinks=self.sinks() if self.has_sinks else None, lengths=self.lengths, origin=origin,
+            total=total, cache=self.cache, batch_invariant=self.batch_invariant, tile=self.tile,
+            threads=self.dice.between(2, 4), saved_elsewhere=self.dice.chance(0.2), names=(self.kind, *texts.names),
         )  # fmt: skip
         has_backward = self.cache is None and self.dice.chance(self.wanted.backward_share)
         return self.with_gradients(question) if has_backward else question
 
-    @property
-    def as_written(self) -> tuple[str | None, str | None]:
-        return self.texts.mask_as_written, self.texts.score_as_written
+    def _with_heads(self, written: str | None) -> str | None:
+        return None if written is None else written.replace(HEADS, str(self.counts.heads))
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
     @cached_property
@@ -222,5 +228,11 @@ class _Drawing:
         return Given(rounded(values, dtype), dtype, layout)
 
 
+def _text(node: la.Node | None) -> str | None:
+    return None if node is None else la.text(node)
+
+
 def _kind(dice: Dice, wanted: Wanted) -> str:
+    if dice.chance(wanted.cache_share):
+        return "cache"
     return dice.weighted({kind: KINDS[kind] for kind in wanted.kinds})

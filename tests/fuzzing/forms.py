@@ -36,7 +36,7 @@ FORMS: dict[str, Callable[[int], Sequence[Node]]] = {
     "c": lambda c: (la.constant(c),),
     "0": lambda c: (la.constant(0), Q - Q, 0 * Q),
 }
-ALIGNED = ("Q", "P", "Q + c", "P + c")  # top left as often as bottom right; one at least is in every pool
+ALIGNED = ("Q", "P", "Q", "P", "Q + c", "P + c")  # top left as often as bottom right; one at least is in every pool
 BOUNDS: tuple[Callable[[Node, Node], Node], ...] = (
     lambda k, f: f >= k,
     lambda k, f: k <= f,
@@ -79,10 +79,24 @@ DISTANCES: tuple[Callable[[Node, Node, int], Node], ...] = (
     lambda f, k, c: k - f,
     lambda f, k, c: abs(f - k),
     lambda f, k, c: abs(k - f),
-    lambda f, k, c: (f - k) % abs(c),
-    lambda f, k, c: -((f - k) // abs(c)),
-    lambda f, k, c: (f - k) // -abs(c),
-    lambda f, k, c: (k - f) % -abs(c),
+)
+# Division and remainder of negative numbers, and by them, as a simplifier would rearrange them; c is above 0.
+NEGATIVE: tuple[Callable[[Node, Node, int], Node], ...] = (
+    lambda f, k, c: (f - k) % c,
+    lambda f, k, c: -((f - k) // c),
+    lambda f, k, c: (f - k) // -c,
+    lambda f, k, c: (k - f) % -c,
+    lambda f, k, c: -(f - k) // c,
+    lambda f, k, c: (f - k) // c * c + (f - k) % c,
+    lambda f, k, c: (c * f - k) // c,
+    lambda f, k, c: (c * (f - k) + 1) % c,
+    lambda f, k, c: (f - k) // c // 2,
+    lambda f, k, c: (f - k) % (2 * c) // c,
+    lambda f, k, c: (k - NK) // c,
+    lambda f, k, c: (k - NK) % -c - c,
+    lambda f, k, c: la.minimum(f - k, 0) // c,
+    lambda f, k, c: (f - k - c) // c % -3,
+    lambda f, k, c: NK - f - c - k,
 )
 RATES = (-0.02, 0.05, 0.01, -0.1, 0.005)  # an error of one position reaches lse, and no score is beyond all others
 
@@ -98,7 +112,7 @@ class Pool:
         self.tables: list[Table] = []
         self.names: list[str] = []
         self.made: dict[str, list[Node]] = {BOOL: [], INT: [], FLOAT: []}  # without S, to be used again
-        names = [dice.one_of(ALIGNED), *(dice.one_of(list(FORMS)) for _ in range(dice.below(3)))]
+        names = [dice.one_of(ALIGNED), *(dice.one_of(list(FORMS)) for _ in range(dice.weighted({0: 3, 1: 4, 2: 1})))]
         self.forms = [FORMS[name](self.number()) for name in names]
         self.names += [f"form {name}" for name in names]
 
@@ -108,7 +122,8 @@ class Pool:
         return -size if self.dice.chance(0.4) else size
 
     def form(self) -> Node:
-        return self.dice.one_of(self.dice.one_of(self.forms))
+        """The first more often than others, so that uses meet."""
+        return self.dice.one_of(self.forms[0] if self.dice.chance(0.4) else self.dice.one_of(self.forms))
 
     def position(self) -> Node:
         """The position of a query, top left or bottom right."""
@@ -134,18 +149,29 @@ class Pool:
         return la.minimum(form, self.form()) if kind == "minimum" else where(la.equal(H, 0), form, self.form())
 
     def other(self) -> Node:
-        if self.dice.chance(0.2):
+        kind = self.dice.weighted({"form": 6, "negative": 1.5, BOOL: 1, INT: 1, FLOAT: 1})
+        if kind == "negative":
+            return self.shared(BOOL, la.make(self.dice.one_of(("lt", "ge", "eq", "ne")), self.negative(), self.form()))
+        if kind == BOOL:
             return self.read(BOOL)
+        if kind == INT:
+            return self.shared(BOOL, self.read(INT) < self.dice.one_of((self.form(), la.constant(3))))
+        if kind == FLOAT:
+            return self.shared(BOOL, self.read(FLOAT) > -0.2371)
         return self.shared(BOOL, self.dice.one_of(OTHERS)(self.form(), self.number()))
 
     def distance(self) -> Node:
-        plain = self.dice.chance(0.7)
-        made = self.dice.one_of(DISTANCES[:4] if plain else DISTANCES)(self.form(), self.column(), self.number())
-        return self.shared(INT, made)
+        made = self.dice.one_of(DISTANCES)(self.form(), self.column(), self.number())
+        return self.shared(INT, made) if self.dice.chance(0.85) else self.negative()
+
+    def negative(self) -> Node:
+        return self.shared(INT, self.dice.one_of(NEGATIVE)(self.form(), self.column(), abs(self.number())))
 
     def amount(self) -> Node:
         """A float of a form, or of how far a key is from it."""
-        form = self.form() if self.dice.chance(0.3) else self.distance()
+        if self.dice.chance(0.1):
+            return self.dice.one_of(RATES) * self.read(INT)
+        form = self.form() if self.dice.chance(0.2) else self.distance()
         if self.dice.chance(0.1):
             return la.as_float(form) / (abs(self.number()) + 1)
         return self.dice.one_of(RATES) * (la.as_float(form) if self.dice.chance(0.3) else form)
@@ -161,9 +187,14 @@ class Pool:
         return made
 
     def _term(self) -> Node:
-        kind = self.dice.weighted({"float": 5, "index": 3, "condition": 2, "masked": 0.5})
+        kind = self.dice.weighted({"float": 5, "index": 3, "condition": 2, "masked": 0.5, "views": 0.6})
+        if kind == "views":
+            return self.views()
         if kind == "index":
-            return self.read(FLOAT)
+            known = self.made[FLOAT]
+            return self.dice.one_of(known) if known and self.dice.chance(0.5) else self.read(FLOAT)
+        if kind == "float" and self.made[INT] and self.dice.chance(0.15):
+            return self.dice.one_of(RATES) * self.dice.one_of(self.made[INT])
         if kind == "float":
             return self.amount()
         test = self.dice.one_of(self.made[BOOL]) if self.made[BOOL] and self.dice.chance(0.5) else self.bound()
@@ -174,16 +205,23 @@ class Pool:
         """A number of an array of one to four dimensions, at times of none: a new one, one that was read before, or
         another view of one. indices: makes more of them."""
         known = [i for i, x in enumerate(self.tables) if la.kind_of(x.dtype) == kind and x.is_reusable]
-        at = self.dice.one_of(known) if known and self.dice.chance(0.35) else None
+        at = self.dice.one_of(known) if known and self.dice.chance(0.5) else None
         if at is None:
             rank = self.dice.weighted({0: 0.3, 1: 6, 2: 3, 3: 1.5, 4: 1.5})
             found = [self._axis(indices) for _ in range(rank)]
             at = self.table(any_table(self.dice, kind, tuple(dim for dim, _ in found)))
             return self.shared(kind, la.load(f"a{at}", kind, *(index for _, index in found)))
-        dims = self.tables[at].dims
-        if self.dice.chance(0.3):
-            at = self.twin(at)
-        return self.shared(kind, la.load(f"a{at}", kind, *(self._again(dim, indices) for dim in dims)))
+        return self._read_again(self.twin(at) if self.dice.chance(0.4) else at, indices)
+
+    def _read_again(self, at: int, indices: Callable[[], Node] | None = None) -> Node:
+        table = self.tables[at]
+        kind = la.kind_of(table.dtype)
+        return self.shared(kind, la.load(f"a{at}", kind, *(self._again(dim, indices) for dim in table.dims)))
+
+    def views(self) -> Node:
+        """A float of an array, and one of the same array in another layout."""
+        first = self.read(FLOAT)
+        return first - 0.5 * self._read_again(self.twin(int(first.value[1:])))
 
     def table(self, table: Table) -> int:
         """The number of one more array."""
@@ -227,7 +265,9 @@ class Pool:
         if kind == "part":
             size = abs(self.number())
             return self.dice.one_of((self.form() // size, K // size, K % size, self.form() % -size))
-        return {"form": self.form, "head": lambda: self.dice.one_of((H, HK, B))}.get(kind, self.distance)()
+        if kind == "head":
+            return self.dice.one_of((H, HK, B))
+        return self.form() if kind == "form" else self.distance()
 
 
 def table_size_names(dims: tuple[str | int, ...]) -> int:

@@ -43,6 +43,12 @@ def _document(pool: Pool) -> Node:
     return same & _causal(pool) if pool.dice.chance(0.5) else same
 
 
+def _order_of_hashes(pool: Pool) -> Node:
+    """Ids of 64 bits, some of which are one number as floats, or differ in the upper half alone."""
+    q_ids, k_ids = (pool.table(Table((name,), "int64", "hashes")) for name in "QK")
+    return la.load(f"a{q_ids}", INT, Q) >= la.load(f"a{k_ids}", INT, K)
+
+
 def _document_starts(pool: Pool) -> Node:
     """Positions within documents: an array read by what another array holds."""
     ids, starts = pool.table(Table(("Q",), "int32", "ids")), pool.table(Table((ANY,), "int32", "places"))
@@ -102,6 +108,7 @@ MASKS: dict[str, Maker] = {
     "prefix lm": lambda pool: (K < _size(pool)) | _causal(pool),
     "prefix of each": _prefix_of_each,
     "document": _document,
+    "order of hashes": _order_of_hashes,
     "document starts": _document_starts,
     "dilated window": _dilated,
     "natten": _natten,

@@ -17,7 +17,7 @@ COMPARED = tuple(la.COMPARISONS)
 
 INT_OPS = {
     "leaf": 4, "product": 1, "add": 2, "sub": 2, "mul": 1.5, "floordiv": 2, "mod": 2, "neg": 1, "abs": 1, "minimum": 1,
-    "maximum": 1, "where": 1, "load": 1.5, "edge": 0.3,
+    "maximum": 1, "where": 1, "load": 1.5, "edge": 0.4, "negative": 0.8,
 }  # fmt: skip
 FLOAT_OPS = {
     "leaf": 3, "int": 2, "add": 2, "sub": 2, "mul": 2, "div": 1.5, "floordiv": 0.4, "mod": 0.4, "neg": 1, "abs": 1,
@@ -93,6 +93,8 @@ class Grammar:
             return self.dice.one_of(VARIABLES) * self.dice.one_of(VARIABLES)
         if op == "edge":
             return self.dice.one_of(EDGES)(self.pool.form())
+        if op == "negative":
+            return self.pool.negative()
         if op == "load":
             return self.pool.read(INT, lambda: self.integer(depth - 1))
         if op == "where":
@@ -153,7 +155,7 @@ class Grammar:
     # -- leaves and operands -------------------------------------------------------------------------------------------
     def _again(self, kind: str) -> Node | None:
         made = self.pool.made[kind]
-        return self.dice.one_of(made) if made and self.dice.chance(0.08) else None
+        return self.dice.one_of(made) if made and self.dice.chance(0.12) else None
 
     def _int_leaf(self) -> Node:
         kind = self.dice.weighted({"form": 4, "variable": 3, "distance": 2, "constant": 2})
@@ -219,7 +221,7 @@ def _size(node: Node) -> int:
     if node.kind != INT:
         return 0
     if node.op == "const":
-        return min(abs(node.value), MOST)
+        return min(abs(int(node.value)), MOST)
     if node.op == "var":
         return 2 * MOST_POSITIONS if node.value in ("NQ", "NK", "QP", "KP") else MOST_POSITIONS
     if node.op == "load":

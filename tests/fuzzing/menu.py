@@ -37,7 +37,7 @@ class Anything:
 
     dtypes: ClassVar[dict[str, float]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 2}
     aligned = False
-    most_scores = 40_000  # of a call: who judges it keeps them all, several times over
+    most_scores = 24_000  # of a call: who judges it keeps them all, several times over
     longest_packed = 100
     reach = 40  # how far a window sees, at most
 
@@ -137,6 +137,9 @@ class ForTensorCores(Anything):
     most_scores = 250_000
     longest_packed = 300
     reach = 300
+
+    def __init__(self, key_tile: int = 64, most_scores: int | None = None) -> None:
+        super().__init__(max(key_tile, 128), most_scores)
 
     def length(self, dice: Choices) -> int:
         kind = dice.weighted({"one": 0.5, "few": 1, "edge": 4, "any": 2})

@@ -15,7 +15,7 @@ from tests.fuzzing.language import Node
 from tests.fuzzing.named import Named
 from tests.fuzzing.tables import ANY, Table
 
-RECIPES = {"shared forms": 5.0, "gallery": 2.5, "grammar": 3.5, "named": 2.5}
+RECIPES = {"shared forms": 6.0, "gallery": 3.0, "grammar": 3.5, "named": 2.5}
 DEPTHS = {1: 1.0, 2: 2.0, 3: 3.0, 4: 2.0, 5: 1.5, 6: 1.0}
 MOST_NODES = 160  # of a text
 MOST_TABLES = 10

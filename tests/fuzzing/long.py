@@ -1,0 +1,67 @@
+"""Long runs: they go on where the record ends, seed by seed, and add to it what they judged every so often."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests import proof
+from tests.fuzzing import systems
+from tests.fuzzing.records import ROOT, Record, Run, left, missing, ranges
+from tests.fuzzing.report import Report
+from tests.fuzzing.systems import TARGETS
+
+EVERY = 60.0  # seconds between two entries
+
+
+class Long:
+    """One system's long run. path: the record's; of: what it is of (see records.of_now)."""
+
+    def __init__(self, path: Path, of: Run, target: int) -> None:
+        self.path, self.of = path, of
+        record = Record(path)
+        self.done = record.done(of)
+        self.left = max(target - record.calls(of["system"], of["sources"], of["isa"]), 0)
+        self._since = time.monotonic()
+
+    def blocks(self, first: int, size: int) -> Iterator[range]:
+        """Seeds that are not on record yet; as many as are left to do."""
+        given = 0
+        for block in missing(self.done, first, size):
+            if given >= self.left:
+                return
+            given += len(block)
+            yield block
+
+    def take(self, report: Report, at_once: bool = False) -> bool:
+        """Put what was judged on record, if it is time to; whether it was put."""
+        if not report.cases or (not at_once and time.monotonic() - self._since < EVERY):
+            return False
+        self._since = time.monotonic()
+        record = Record(self.path)  # another run may have written to it
+        run = {**self.of, **report.counts(), "seeds": ranges(report.seeds), "seconds": round(report.seconds, 1)}
+        record.put(run)
+        record.write()
+        return True
+
+
+def share(system: str, isa: str | None) -> int:
+    """How many calls of the system's target an instruction set has to pass."""
+    return -(-TARGETS[system] // (1 if isa is None else len(systems.isas(system))))
+
+
+def commands(path: Path, seconds: float | None, further: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """A command for each system that can run here and has calls left, with its environment; the time is shared."""
+    still = left(Record(path), proof.digest(ROOT / "tilewise"))
+    runs = [(name, isa) for name in still if systems.can_run(name) for isa in systems.isas(name)]
+    made = []
+    for name, isa in runs:
+        system, _, interpreted = name.partition(" ")
+        command = [sys.executable, "tests/fuzz.py", "--long", system, "--results", str(path), *further]
+        command += [] if isa is None else ["--isa", isa]
+        command += [] if seconds is None else ["--seconds", f"{seconds / len(runs):.0f}"]
+        made.append((command, {**os.environ, **({"TRITON_INTERPRET": "1"} if interpreted else {})}))
+    return made
