@@ -30,9 +30,9 @@ class WrongPlan(AssertionError):  # noqa: N818 - it names a state
 
 
 def tiles_for(question: Question, odd: int) -> list[tuple[int, int]]:
-    """The question's own tile, if it has one, and two more; odd: any number, by which they differ."""
+    """The question's own tile, if it has one, and another: which, `odd` decides. A plan costs as much as the answer."""
     own = [] if question.tile is None else [question.tile]
-    return [*own, TILES[odd % len(TILES)], TILES[(odd // len(TILES) + 3) % len(TILES)]]
+    return [*own, TILES[odd % len(TILES)]]
 
 
 def check(question: Question, spec: Attention, shape: Shape, tiles: Sequence[tuple[int, int]]) -> int:
