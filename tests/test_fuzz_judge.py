@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.fuzzing.errors import Bounded
 from tests.fuzzing.exact import answer
-from tests.fuzzing.question import Cache, Given, Numbers, Question
+from tests.fuzzing.question import Cache, Given, LinearQuestion, Numbers, Question
 from tests.fuzzing.slopes import slopes
 from tests.fuzzing.values import Values, evaluate, kind_of
 from tests.fuzzing.walk import ExpressionError, read, read_score
@@ -135,6 +136,8 @@ def _value(text: str, dtype: Any = np.float64) -> Numbers:
         ("MOST * 2", -2),
         ("LEAST // MINUS_1", LEAST),
         ("LEAST % MINUS_1", 0),
+        ("MOST // 2", 2**62 - 1),
+        ("MOST % 10", 7),
         ("ODD == EVEN", False),
         ("float(ODD) == float(EVEN)", True),
         # Any index is clamped to its array.
@@ -163,6 +166,7 @@ def _value(text: str, dtype: Any = np.float64) -> Numbers:
         ("t0 = Q + 1; t1 = t0 * t0; t1 - t0", (Q + 1) ** 2 - (Q + 1)),
         ("S * 2 >> S + 1 >> S * S", (Q - K + 1.0) ** 2),
         ("t0 = S + 1; K >> t0 * S", (K + 1.0) * K),
+        ("t0 = S + 1; t0 >> t0 * S", ((Q - K) / 2 + 2) * ((Q - K) / 2 + 1)),
         ("-(-3) - -2", 5),
         ("2 - 3 - 4 * 5 % 3", -3),
     ],
@@ -294,8 +298,9 @@ def test_a_score_of_minus_infinity_is_a_masked_key() -> None:
         assert np.array_equal(values, scored[what]), what
 
 
-def test_nothing_flows_through_a_masked_key_whatever_its_slope() -> None:
-    found = exactly(small(score="where(K > 0, S / K, -inf)"))
+@pytest.mark.parametrize("more", [{"score": "where(K > 0, S / K, -inf)"}, {"score": "S / K", "mask": "K > 0"}])
+def test_nothing_flows_through_a_masked_key_whatever_its_slope(more: dict[str, Any]) -> None:
+    found = exactly(small(**more))
     assert all(not np.isnan(x).any() for x in found.values())
     assert (found["d_k"][:, :, 0] == 0).all()
 
@@ -432,3 +437,46 @@ def test_what_storing_takes_from_out_makes_gradients_more_exact() -> None:
 def test_unfit(more: dict[str, Any], why: str | None) -> None:
     reason = answer(small(**more)).unfit
     assert reason is None if why is None else why in (reason or "fit")
+
+
+@pytest.mark.parametrize(
+    ("text", "s", "off", "least", "most"),
+    [
+        ("S + 1000.0", 0.5, 0.0, 0.0, 0.0),  # short numbers: nothing is lost
+        ("S + 0.1", 0.3, 0.0, 1e-8, 1e-7),
+        ("S * S", 3.0, 0.01, 0.06, 0.061),
+        ("1.0 / S", 0.5, 0.01, 0.04, 0.041),
+        ("1.0 / S", 0.5, 0.6, np.inf, np.inf),
+        ("S // 0.1", 0.3, 0.0, 1.0, 1.1),  # either side of a step
+        ("S // 0.1", 0.35, 0.0, 0.0, 1e-6),
+        ("S % 0.5", 0.7, 0.01, 0.01, 0.02),
+        ("S % 0.5", 1.0, 0.01, 0.5, 0.52),
+        ("exp(S)", 2.0, 0.1, 7.39 * 0.1051, 7.4 * 0.1052),
+        ("log(S)", 2.0, 0.1, 0.05, 0.06),
+        ("tanh(S)", 20.0, 0.1, 1e-7, 1e-6),
+        ("where(S > 1.0, 5.0, S)", 1.0, 0.01, 4.0, 4.1),
+        ("where(S > 1.0, 5.0, S)", 2.0, 0.01, 0.0, 0.0),
+        ("maximum(S, 1.0)", 0.0, 0.01, 0.0, 0.0),
+        ("maximum(S, 1.0)", 0.995, 0.01, 0.01, 0.01),
+        ("load(a0, where(S > 1.0, 0, 1)) * 1.0", 1.0, 0.01, np.inf, np.inf),
+        ("where(S > -inf, 1.0, 2.0)", -np.inf, 0.0, 0.0, 0.0),
+        ("exp(S)", 100.0, 0.0, np.inf, np.inf),  # beyond float32
+    ],
+)
+def test_an_error_grows_by(text: str, s: float, off: float, least: float, most: float) -> None:
+    """Of a number that is S, give or take `off`, in a kernel that computes in float32."""
+    with np.errstate(all="ignore"):
+        env = {"S": (np.float64(s), off)}
+        _, error = evaluate(read(text, tuple(map(kind_of, ARRAYS))), env, ARRAYS, Bounded("float32"))[-1]
+    assert least <= error <= most
+
+
+def test_a_sum_of_weights_near_0_divides_no_row() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (given(rng.integers(-8, 9, (1, 1, 6, 3)) / 8) for _ in range(3))
+    k.values[0, 0, 3:] = -k.values[0, 0, :3]
+    assert "sums of weights" in (answer(LinearQuestion(q, k, v, causal=False)).unfit or "fit")
+    assert answer(LinearQuestion(q, k, v, causal=False, normalize=False)).unfit is None
+    assert answer(LinearQuestion(q, k, v, feature="exp(S)", causal=False)).unfit is None
+    nothing = answer(LinearQuestion(q, k, v, feature="where(S > 2.0, S, 0.0)"))  # no weights at all, and no rounding
+    assert nothing.unfit is None and (nothing.results["out"].exact == 0).all()

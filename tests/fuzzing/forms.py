@@ -251,10 +251,13 @@ class Pool:
         """Another place along the axis of an array: by the variable it is made for, or any other index."""
         if isinstance(dim, str) and dim != ANY and self.dice.chance(0.5):
             return la.variable(dim)
+        return self.index_of_any(indices)
+
+    def index_of_any(self, indices: Callable[[], Node] | None) -> Node:
+        """An index that an axis of any size takes: neither a variable alone nor a constant."""
         index = self._index(indices)
-        return (
-            index + 1 if la.settled(index).op == "var" else index + 0 * Q if la.settled(index).op == "const" else index
-        )
+        plain = la.settled(index)
+        return index + 1 if plain.op == "var" else index + 0 * Q if plain.op == "const" else index
 
     def _index(self, indices: Callable[[], Node] | None) -> Node:
         if indices is not None and self.dice.chance(0.3):

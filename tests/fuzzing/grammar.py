@@ -55,10 +55,13 @@ BOOL_EDGES: tuple[Callable[[Node], Node], ...] = (
 
 
 class Grammar:
-    """Draws over a pool: what it has drawn is used again, in the same text and in the other one."""
+    """Draws over a pool: what it has drawn is used again, in the same text and in the other one.
 
-    def __init__(self, pool: Pool, floats: tuple[float, ...] = FLOAT_CONSTANTS) -> None:
-        self.pool, self.dice, self.floats = pool, pool.dice, floats
+    tame: most floats are of a size that says something of a score, and no comparison of them is a tie.
+    """
+
+    def __init__(self, pool: Pool, floats: tuple[float, ...] = FLOAT_CONSTANTS, tame: bool = True) -> None:
+        self.pool, self.dice, self.floats, self.tame = pool, pool.dice, floats, tame
 
     def mask(self, depth: int) -> Node:
         return self.condition(depth)
@@ -139,6 +142,8 @@ class Grammar:
             return self._compared(depth)
         if op == "floats":
             a, b = self.number(depth - 1, scores), self.number(depth - 1, scores)
+            if not self.tame:
+                return la.make(self.dice.one_of(COMPARED), a, b)
             return la.make(self.dice.one_of(COMPARED[:4]), a, b + 0.0371)  # not a tie that rounding decides
         if op == "edge":
             return self.dice.one_of(BOOL_EDGES)(self.pool.form())
@@ -185,21 +190,21 @@ class Grammar:
 
     def _small(self, a: Node) -> Node:
         """A whole number as a float, mostly one that no score is lost beside."""
-        kind = self.dice.weighted({"rate": 4, "float": 1, "as it is": 1})
+        kind = self.dice.weighted({"rate": 4, "float": 1, "small": 1}) if self.tame else "float"
         if kind == "rate":
             return self.dice.one_of((-0.02, 0.05, 0.25)) * a
         return la.as_float(a) if kind == "float" else la.as_float(a % self.dice.between(2, 9))
 
     def _function(self, op: str, a: Node) -> Node:
         """exp and log, mostly of numbers that they take well."""
-        if self.dice.chance(0.1):
+        if not self.tame or self.dice.chance(0.1):
             return la.make(op, a)
         return la.exp(la.minimum(a, 2.5)) if op == "exp" else la.log(1.5 + abs(a))
 
     def _safe_divisor(self, b: Node) -> Node:
         if b.op == "const":
             return la.constant(1.5) if b.value == 0 else b
-        return b if self.dice.chance(0.1) else 0.75 + abs(b)
+        return b if not self.tame or self.dice.chance(0.1) else 0.75 + abs(b)
 
 
 # -- the range of whole numbers ---------------------------------------------------------------------------------------

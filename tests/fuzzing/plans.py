@@ -21,15 +21,18 @@ from tilewise.spec import Attention, Shape, Tile
 # Those of kernels, and odd ones.
 TILES = ((128, 128), (64, 64), (128, 64), (64, 128), (64, 16), (16, 128), (32, 32), (17, 61), (100, 3), (7, 16), (3, 5))
 
+# Warpgroups that share what they load have so many rows each, and may leave out so many of the last tiles.
+WARPGROUP, MOST_SKIPPED = 64, 1
+
 
 class WrongPlan(AssertionError):  # noqa: N818 - it names a state
     """A plan by which a kernel would leave out a key that counts, or count one that does not."""
 
 
 def tiles_for(question: Question, odd: int) -> list[tuple[int, int]]:
-    """The question's own tile, if it has one, and two more; odd: any number, by which they differ."""
+    """The question's own tile, if it has one, and another: which, `odd` decides. A plan costs as much as the answer."""
     own = [] if question.tile is None else [question.tile]
-    return [*own, TILES[odd % len(TILES)], TILES[(odd // len(TILES) + 3) % len(TILES)]]
+    return [*own, TILES[odd % len(TILES)]]
 
 
 def check(question: Question, spec: Attention, shape: Shape, tiles: Sequence[tuple[int, int]]) -> int:
@@ -70,7 +73,10 @@ def check_plan(plan: Plan, counts: Numbers, seen: Numbers) -> None:
     many, open_ = (_by_tiles(x, plan) for x in (counts, seen))
     by_query = _kinds(plan.by_query, rows, columns, "query-major")
     by_key = _kinds(plan.by_key, columns, rows, "key-major").swapaxes(-1, -2)
-    for kinds, order in ((by_query, "query-major"), (by_key, "key-major")):
+    orders = [(by_query, "query-major"), (by_key, "key-major")]
+    if tile.q == WARPGROUP:
+        orders += [(_joined_kinds(plan, count), f"{count} joined") for count in (2, 3)]
+    for kinds, order in orders:
         _refuse(order, "EMPTY, and has keys that count", plan, (kinds == Kind.EMPTY) & (many > 0), many)
         # A tile that is not whole is never FULL: there are no keys at its end.
         hides = (kinds == Kind.FULL) & (open_ < tile.q * tile.k)
@@ -86,14 +92,28 @@ def _by_tiles(keys: Numbers, plan: Plan) -> Numbers:
     return np.add.reduceat(many, np.arange(columns) * tile.k, axis=3)
 
 
-def _kinds(runs: Runs, rows: int, columns: int, order: str) -> Numbers:
+def _joined_kinds(plan: Plan, count: int) -> Numbers:
+    """The kind that each warpgroup is told of its own query tile, where `count` of them load keys together."""
+    rows, columns = plan.grid
+    told = _kinds(plan.joined(count, MOST_SKIPPED), -(-rows // count), columns, f"{count} joined", 4**count - 1)
+    parts = told[..., None, :] >> 2 * np.arange(count)[:, None] & 3
+    skipped = (told[..., None, :] > 0) & (parts == Kind.EMPTY)
+    taken_later = np.flip(np.logical_or.accumulate(np.flip(parts != Kind.EMPTY, -1), axis=-1), -1)
+    if np.any(skipped & taken_later) or skipped.sum(-1).max(initial=0) > MOST_SKIPPED:
+        raise WrongPlan(
+            f"{_told(plan)}: {count} joined, a warpgroup leaves out other tiles than its last {MOST_SKIPPED}"
+        )
+    return parts.reshape(*told.shape[:2], -1, columns)[:, :, :rows]
+
+
+def _kinds(runs: Runs, rows: int, columns: int, order: str, most: int = Kind.FULL) -> Numbers:
     """The kind of every tile, (batch or 1, heads or 1, rows, columns), each of which is told at most once."""
     batch, heads, _ = runs.offsets.shape
     kinds = np.full((batch, heads, rows, columns), Kind.EMPTY, np.int64)
     for b, h, i in np.ndindex(batch, heads, rows):
         end = 0
         for first, last, kind in runs.table[runs.offsets[b, h, i] : runs.offsets[b, h, i + 1]].tolist():
-            if not end <= first < last <= columns or kind not in (Kind.PARTIAL, Kind.FULL):
+            if not (end <= first < last <= columns and Kind.EMPTY < kind <= most):
                 raise WrongPlan(f"{order} row {i} of ({b}, {h}) has the run ({first}, {last}, {kind}) after {end}")
             kinds[b, h, i, first:last] = kind
             end = last

@@ -16,14 +16,11 @@ from tests.fuzzing.walk import BOOL, FLOAT, INT, Walk
 
 
 def kind_of(given: Given) -> str:
-    return {"b": BOOL, "i": INT, "f": FLOAT}[given.values.dtype.kind]
+    return {"b": BOOL, "i": INT, "u": INT, "f": FLOAT}[given.values.dtype.kind]
 
 
 def _floor_divide(a: Any, b: Any) -> Any:
-    """-1 is taken out, by which the least number wraps around, and 0, by which everything is 0."""
-    odd = (b == 0) | (b == -1)
-    quotient = np.floor_divide(a, np.where(odd, 1, b))
-    return np.where(odd, np.where(b == 0, 0, np.negative(a)), quotient)
+    return np.where(b == 0, 0, np.floor_divide(a, np.where(b == 0, 1, b)))
 
 
 def _remainder(a: Any, b: Any) -> Any:
@@ -62,7 +59,8 @@ class Values:
 
     def load(self, given: Given, index: Sequence[Any]) -> Any:
         found = given.values[places(given, index)]
-        return found.astype(self.dtype) if given.values.dtype.kind == "f" else found
+        kind = kind_of(given)
+        return found if kind == BOOL else found.astype(self.dtype if kind == FLOAT else np.int64)
 
     def apply(self, op: str, kind: str, *args: Any) -> Any:
         """An operation on operands of this type; of a choice, what is chosen from."""
