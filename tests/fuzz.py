@@ -165,7 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Random calls on one kernel system, judged by the contract.")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--kernel", type=_kernel, metavar="NAME", help="a kernel system, or a rung of it (cuda/tiled)")
-    what.add_argument("--long", type=_long_name, metavar="NAME|all", help="go on with its long run, and put it on record")
+    what.add_argument(
+        "--long", type=_long_name, metavar="NAME|all", help="go on with its long run, and put it on record"
+    )
     what.add_argument("--left", action="store_true", help="tell which calls are not on record yet")
     what.add_argument("--merge", type=Path, nargs="+", metavar="FILE", help="add other machines' records")
     what.add_argument("--tell", action="store_true", help="write the record's table into docs/contract.md")

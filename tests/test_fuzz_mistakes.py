@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.fuzzing import systems
-from tests.fuzzing.mistakes import MISTAKES, MOST_CALLS, Mistake, edit, found, put
+from tests.fuzzing.mistakes import MISTAKES
+from tests.fuzzing.planting import MOST_CALLS, Mistake, edit, found, put
 from tests.fuzzing.workers import answered
 
 

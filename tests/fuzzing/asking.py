@@ -1,4 +1,4 @@
-"""A question as a call of the package: arrays where their layouts put them, texts as expressions, lengths as a cache."""
+"""A question as a call of the package: arrays where their layouts put them, texts as expressions, keys as a cache."""
 
 from __future__ import annotations
 

@@ -93,8 +93,8 @@ def described(question: Asked) -> str:
     given = {name: getattr(question, name, None) for name in ("q", "k", "v", "sinks", "decay", "d_out", "d_lse")}
     told += [f"  {name}: {_in_words(x)}" for name, x in given.items() if x is not None]
     if isinstance(question, LinearQuestion):
-        told.append(f"  feature: {question.feature_as_written or question.feature}; causal {question.causal}, "
-                    f"normalize {question.normalize}, scale {question.scale:g}, lengths {question.lengths}")  # fmt: skip
+        told.append(f"  feature: {question.feature_as_written or question.feature}, lengths {question.lengths}")
+        told.append(f"  causal {question.causal}, normalize {question.normalize}, scale {question.scale:g}")
         return "\n".join(told)
     for name in ("mask", "score"):
         text, as_written = getattr(question, name), getattr(question, f"{name}_as_written")

@@ -1,4 +1,4 @@
-"""What a process of the fuzz does: it draws a seed's question, or takes one, puts it to a system, and says what came."""
+"""What a process of the fuzz does: it draws a seed's question, or takes one, puts it to a system, and judges."""
 
 from __future__ import annotations
 

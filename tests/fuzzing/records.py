@@ -1,4 +1,4 @@
-"""What long runs of the fuzz have passed, in results/fuzz.json: seeds and counts, for each system and the sources it had.
+"""What long runs of the fuzz have passed, in results/fuzz.json: seeds and counts, by system and by sources.
 
 A run is of one system (on one of the engine's instruction sets), of sources and of questions, each told by a digest.
 Runs of the same add up, seed by seed: a seed that is there already counts once. Other sources begin anew, beside them.

@@ -88,7 +88,7 @@ def recorded(name: str) -> str:
 
 
 def wanted(name: str) -> Wanted:
-    """Which calls say most about it: those that it computes, of several tiles. What it refuses is drawn now and then."""
+    """Which calls say most about it: those that it computes, of several tiles. A few that it refuses are drawn too."""
     kind, _, rung = name.partition("/")
     compiled = SHAPES_COMPILED_LONG if kind in LONG_COMPILED else SHAPES_COMPILED
     made = Wanted(shapes=compiled if compiles(name) else SHAPES)
@@ -98,7 +98,7 @@ def wanted(name: str) -> Wanted:
         return replace(made, key_tile=512)
     if kind == "cpu":
         return made
-    made = replace(made, dtypes=HALF + ("float32",))
+    made = replace(made, dtypes=(*HALF, "float32"))
     if device(name) != "cpu" or kind == "cuda-sim":  # they have tensor cores, or a model of them
         made = replace(made, half_share={"forward_sm90": 1.0, "unordered": 1.0, "": 0.5}.get(rung, 0.0))
     if rung == "naive":

@@ -1,4 +1,4 @@
-"""Processes that answer what they are given, item by item. One may crash or hang: which item it was at is known outside.
+"""Processes that answer what they are given, item by item. One may crash or hang: at which item is known outside.
 
 An item is a seed or a question; what is answered is up to the caller.
 """
@@ -105,8 +105,10 @@ class Worker:
 def answered(
     begin: Begin, blocks: Iterable[Sequence[Any]], jobs: int, until: float | None = None
 ) -> Iterator[tuple[Any, Any] | None]:
-    """Every item with its answer, as they come; a block is one process's. until: a time.monotonic() at which what is not
-    answered is dropped. None now and then, so that the caller may tell how it goes."""
+    """Every item with its answer, as they come, and None now and then, so that the caller may tell how it goes.
+
+    A block is one process's. until: a time.monotonic() at which what is not answered is dropped.
+    """
     left = iter(blocks)
     workers = [Worker(begin) for _ in range(jobs)]
     try:

@@ -73,7 +73,7 @@ def test_any_strides() -> None:
 
 
 def test_states_of_any_strides() -> None:
-    """Of Fortran's order, as a transposed state has: what came before the first key, and a gradient of what is after."""
+    """In Fortran order, as a transposed state is: the state before the first key, and a gradient of the one after."""
     case = next(case for case in CASES if case.name == "decay by head")
     problem, kernel = case.problem(), dispatch.kernel("cpu")
     d_out, d_state = contract.gradients_to_pull(problem)
