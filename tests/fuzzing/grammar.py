@@ -183,7 +183,7 @@ class Grammar:
         if self.dice.chance(0.6):
             return la.constant(self.dice.one_of((-1, 1)) * self.dice.between(1, 9))
         b = self._integer(depth)
-        return la.constant(3) if b.op == "const" and b.value == 0 else b
+        return la.constant(3) if _may_be_constant_0(b) else b
 
     def _operand(self, depth: int, scores: bool) -> Node:
         return self._small(self.integer(depth)) if self.dice.chance(0.25) else self.number(depth, scores)
@@ -202,9 +202,14 @@ class Grammar:
         return la.exp(la.minimum(a, 2.5)) if op == "exp" else la.log(1.5 + abs(a))
 
     def _safe_divisor(self, b: Node) -> Node:
-        if b.op == "const":
-            return la.constant(1.5) if b.value == 0 else b
+        if b.op == "const" or _may_be_constant_0(b):
+            return la.constant(1.5) if _may_be_constant_0(b) else b
         return b if not self.tame or self.dice.chance(0.1) else 0.75 + abs(b)
+
+
+def _may_be_constant_0(b: Node) -> bool:
+    """Whether it is a constant 0, or an expression of constants alone that may be folded to it: an error as divisor."""
+    return b.value == 0 if b.op == "const" else not any(x.op in ("var", "load") for x in la.nodes(b))
 
 
 # -- the range of whole numbers ---------------------------------------------------------------------------------------
