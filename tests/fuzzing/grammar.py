@@ -23,7 +23,18 @@ FLOAT_OPS = {
     "leaf": 3, "int": 2, "add": 2, "sub": 2, "mul": 2, "div": 1.5, "floordiv": 0.4, "mod": 0.4, "neg": 1, "abs": 1,
     "minimum": 1, "maximum": 1, "where": 2, "load": 2, "exp": 1, "log": 1, "tanh": 1.5,
 }  # fmt: skip
-BOOL_OPS = {"ints": 5, "floats": 1.5, "and": 2, "or": 2, "not": 1.5, "where": 1, "load": 1, "edge": 1, "alike": 0.5}
+BOOL_OPS = {
+    "ints": 5,
+    "floats": 1.5,
+    "and": 2,
+    "or": 2,
+    "not": 1.5,
+    "where": 1,
+    "load": 1,
+    "edge": 1,
+    "alike": 0.5,
+    "wide": 0.4,
+}
 
 # Whole numbers at the edges of their type, which stay within it; 2 ** 24 + 1 is the first that float32 has not.
 EDGES: tuple[Callable[[Node], Node], ...] = (
@@ -147,6 +158,8 @@ class Grammar:
             return la.make(self.dice.one_of(COMPARED[:4]), a, b + 0.0371)  # not a tie that rounding decides
         if op == "edge":
             return self.dice.one_of(BOOL_EDGES)(self.pool.form())
+        if op == "wide":
+            return self.pool.wide()
         if op == "load":
             return self.pool.read(BOOL, lambda: self.integer(depth - 1))
         a = self.condition(depth - 1, scores)
