@@ -202,16 +202,15 @@ FLOORS = {
         Q - c; lengths differ; linear dtype float64; unread keys spoilt
     """,
     20: """
-        a bound that is a float; array int16; array int8; decay token; form (Q - 50) % -c; form B; form c * HK;
-        linear of all; named document; named prefix; named relative; no queries; scale of 0; sink of none; two
-        views of one array
+        array int16; array int8; decay token; form (Q - 50) % -c; form B; form c * HK; linear of all; named
+        document; named prefix; named relative; no queries; scale of 0; sink of none; two views of one array
     """,
     30: """
-        a bool part of both; a bound of both; a bound that is an index; a bound that starts an index; contiguous
-        cache; feature of its own; form (Q - 50) % c; form (Q - NK) // c; form 0; form H + Q; form HK; form NK -
-        Q; form Q // -c; form QP; form c; form c * B + Q; gradients of arrays; linear backward; linear packed;
-        load by HK; named alibi; named bias; named causal; named dense; named dilated; negative of a floordiv;
-        not normalized; several queries of a cache; state in; wide integers
+        a bool part of both; a bound of both; a bound that is a float; a bound that is an index; a bound that
+        starts an index; contiguous cache; feature of its own; form (Q - 50) % c; form (Q - NK) // c; form 0;
+        form H + Q; form HK; form NK - Q; form Q // -c; form QP; form c; form c * B + Q; gradients of arrays;
+        linear backward; linear packed; load by HK; named alibi; named bias; named causal; named dense; named
+        dilated; negative of a floordiv; not normalized; several queries of a cache; state in; wide integers
     """,
     40: """
         decay none; form -(Q // c); form 2 * Q; layout odd padding; linear dtype float32; named softcap; named
@@ -223,13 +222,16 @@ FLOORS = {
         log; op maximum; op ne; paged cache; score of depth 3
     """,
     75: """
-        a bound in the score; a bound that starts a float; array bfloat16; array bool; array float16; array
-        float64; kind cache; kind linear; layout read-only; load by B; no d_lse
+        a bound in the score; array bfloat16; array bool; array float16; array float64; kind cache; kind linear;
+        layout read-only; load by B; no d_lse
     """,
     100: """
         a bound bottom right; a bound top left; a bound under ~; a row of many keys; array float32; d_lse; kind
         packed; kind part; load by K; load of rank 2; mask of depth 3; mask of depth 6; op div; origin; recipe
         mask of named; recipe score of gallery; recipe score of named; score of depth 6; where in the mask
+    """,
+    110: """
+        a bound that starts a float
     """,
     150: """
         an array by variables and by other indices; batch invariant; dtype float64; form P + c; form Q + c;
@@ -284,7 +286,7 @@ def _of_its_own(self: Pool) -> language.Node:
 
 
 REMOVED: dict[str, tuple[Any, str, Any, str]] = {
-    "one pool of forms": (Pool, "score", _of_its_own, "a bound that is a float"),
+    "one pool of forms": (Pool, "score", _of_its_own, "a bound that starts a float"),
     "functions": (grammar.Grammar, "_function", lambda self, op, a: a, "op exp"),
     "other views": (Pool, "twin", lambda self, at: at, "two views of one array"),
 }
