@@ -184,42 +184,40 @@ def test_every_mask_of_the_gallery_meets_every_score() -> None:
 
 # At least so many of DRAWS calls have each; about two thirds of those that have.
 FLOORS = {
-    1: """
-        a float part of both
-    """,
     3: """
-        decay number
+        a float part of both; decay number
     """,
     6: """
-        a bound of 0; feature relu2; load by KP; no keys
+        a bound of 0; feature relu2; load by KP; load of rank 0; no keys
     """,
     10: """
-        an array of both; decay head; feature elu; feature exp; feature identity; feature relu; linear dtype
-        bfloat16; linear dtype float16; load by QP; load of rank 0; state out pulled
+        array uint8; decay head; feature elu; feature exp; feature identity; feature relu; lengths differ;
+        linear dtype bfloat16; linear dtype float16; load by QP; state out pulled
     """,
     15: """
-        a constant at the edge; a constant of inf; array uint8; d_out expanded; d_out of another type; form NK -
-        Q - c; lengths differ; linear dtype float64; unread keys spoilt
+        a constant at the edge; a constant of inf; d_out of another type; form NK - Q - c; linear dtype float64;
+        unread keys spoilt
     """,
     20: """
-        array int16; array int8; decay token; form (Q - 50) % -c; form B; form c * HK; linear of all; named
-        document; named prefix; named relative; no queries; scale of 0; sink of none; two views of one array
+        an array of both; array int16; array int8; d_out expanded; decay token; form (Q - 50) % -c; form B; form
+        c * HK; linear of all; named document; named prefix; named relative; no queries; scale of 0; sink of
+        none; two views of one array; wide integers
     """,
     30: """
-        a bool part of both; a bound of both; a bound that is a float; a bound that is an index; a bound that
-        starts an index; contiguous cache; feature of its own; form (Q - 50) % c; form (Q - NK) // c; form 0;
-        form H + Q; form HK; form NK - Q; form Q // -c; form QP; form c; form c * B + Q; gradients of arrays;
-        linear backward; linear packed; load by HK; named alibi; named bias; named causal; named dense; named
-        dilated; negative of a floordiv; not normalized; several queries of a cache; state in; wide integers
+        a bool part of both; a bound that is a float; a bound that is an index; contiguous cache; feature of its
+        own; form (Q - 50) % c; form (Q - NK) // c; form 0; form H + Q; form HK; form NK - Q; form Q // -c; form
+        QP; form c; form c * B + Q; gradients of arrays; linear backward; linear packed; load by HK; named
+        alibi; named bias; named causal; named dense; named dilated; negative of a floordiv; not normalized;
+        several queries of a cache; state in
     """,
     40: """
-        decay none; form -(Q // c); form 2 * Q; layout odd padding; linear dtype float32; named softcap; named
-        t5; named window; negative floordiv; op exp; saved elsewhere
+        a bound of both; a bound that starts an index; decay none; form -(Q // c); form 2 * Q; layout odd
+        padding; linear dtype float32; named softcap; named t5; named window; negative floordiv; op exp
     """,
     50: """
         a int part of both; an empty sequence; array int32; array int64; equal bounds; kind one query; linear
         causal; load by a load; load of rank 3; load of rank 4; negative mod; negative scale; normalized; op
-        log; op maximum; op ne; paged cache; score of depth 3
+        log; op maximum; op ne; paged cache; saved elsewhere; score of depth 3
     """,
     75: """
         a bound in the score; array bfloat16; array bool; array float16; array float64; kind cache; kind linear;
@@ -227,24 +225,25 @@ FLOORS = {
     """,
     100: """
         a bound bottom right; a bound top left; a bound under ~; a row of many keys; array float32; d_lse; kind
-        packed; kind part; load by K; load of rank 2; mask of depth 3; mask of depth 6; op div; origin; recipe
-        mask of named; recipe score of gallery; recipe score of named; score of depth 6; where in the mask
+        packed; kind part; load by K; load of rank 2; mask of depth 3; mask of depth 6; op div; op minimum;
+        origin; recipe mask of named; recipe score of gallery; recipe score of named; score of depth 6; where in
+        the mask
     """,
     110: """
         a bound that starts a float
     """,
     150: """
         an array by variables and by other indices; batch invariant; dtype float64; form P + c; form Q + c;
-        grouped heads; layout padding; load by H; load by Q; op float; op gt; op minimum; op neg; op not; op
-        tanh; recipe mask of gallery; recipe mask of grammar; recipe score of grammar; sinks; where in the score
+        grouped heads; layout padding; load by H; load by Q; op float; op gt; op neg; op not; op tanh; recipe
+        mask of gallery; recipe mask of grammar; recipe score of grammar; sinks; where in the score
     """,
     200: """
         a bound under |; backward; batch; dtype bfloat16; dtype float16; dtype float32; layout aside; layout
-        reversed; load by an operation; one key head; op eq; op floordiv; op lt; op mod; op or; op where
+        reversed; one key head; op eq; op floordiv; op lt; op mod; op or; op where
     """,
     300: """
-        d_v unlike d; form P; form Q; layout expanded; load of rank 1; op abs; op and; op ge; op le; recipe mask
-        of shared forms; recipe score of shared forms
+        d_v unlike d; form P; form Q; layout expanded; load by an operation; load of rank 1; op abs; op and; op
+        ge; op le; recipe mask of shared forms; recipe score of shared forms
     """,
     400: """
         a bound; kind dense; layout at begin of page; layout steps; op load; op mul; tile

@@ -162,7 +162,7 @@ class Pool:
         return la.minimum(form, self.form()) if kind == "minimum" else where(la.equal(H, 0), form, self.form())
 
     def other(self) -> Node:
-        kind = self.dice.weighted({"form": 6, "negative": 1.5, "wide": 0.7, BOOL: 1, INT: 1, FLOAT: 1})
+        kind = self.dice.weighted({"form": 6, "negative": 1.5, "wide": 0.7, BOOL: 1, INT: 1, FLOAT: 2})
         if kind == "wide":
             return self.wide()
         if kind == "negative":
@@ -213,12 +213,12 @@ class Pool:
         return made
 
     def _term(self) -> Node:
-        kind = self.dice.weighted({"float": 5, "index": 3, "condition": 2, "masked": 0.5, "views": 0.6})
+        kind = self.dice.weighted({"float": 5, "index": 3.5, "condition": 2, "masked": 0.5, "views": 0.6})
         if kind == "views":
             return self.views()
         if kind == "index":
             known = self.made[FLOAT]
-            return self.dice.one_of(known) if known and self.dice.chance(0.5) else self.read(FLOAT)
+            return self.dice.one_of(known) if known and self.dice.chance(0.7) else self.read(FLOAT)
         if kind == "float" and self.made[INT] and self.dice.chance(0.15):
             return self.dice.one_of(RATES) * self.dice.one_of(self.made[INT])
         if kind == "float":
