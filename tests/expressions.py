@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tests.fuzzing.dice import Choices
-from tests.fuzzing.forms import Pool
+from tests.fuzzing.forms import WIDE, Pool
 from tests.fuzzing.grammar import Grammar
-from tests.fuzzing.language import Node, load, text
+from tests.fuzzing.language import INT, Node, load, text
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
 from tilewise.text import parse
@@ -54,6 +54,10 @@ class _Slots(Pool):
     def __init__(self, choices: Choices, slot: Callable[[str], Loaded]) -> None:
         super().__init__(choices, FURTHEST)
         self.slot, self.arrays = slot, list[Any]()
+
+    def wide(self) -> Node:
+        """Those of the test: it knows how wide its numbers are."""
+        return self.dice.one_of(WIDE)(self.read(INT), self.read(INT), 1 + self.dice.below(9))
 
     def read(self, kind: str, indices: Callable[[], Node] | None = None) -> Node:
         array = self.slot(kind).array

@@ -82,12 +82,12 @@ def _check_backward(name: str, seed: int, device: str = "cpu") -> None:
     check_results(expected_backward(host, *pulled), {what: on_host(x) for what, x in done.items()})
 
 
-@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, *COMPILED) for x in _seeds(name, (3, 12))])
+@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, *COMPILED) for x in _seeds(name, (12, 14))])
 def test_forward(name: str, seed: int) -> None:
     _check_forward(name, seed)
 
 
-@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, COMPILED[0]) for x in _seeds(name, (11, 35))])
+@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, COMPILED[0]) for x in _seeds(name, (3, 19))])
 def test_backward(name: str, seed: int) -> None:
     _check_backward(name, seed)
 

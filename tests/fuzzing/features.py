@@ -36,7 +36,7 @@ def texts(question: Question) -> tuple[Node | None, Node | None]:
 
 
 def _of_gallery(names: Sequence[str]) -> Iterator[str]:
-    yield from (x for x in names if x.startswith(("gallery", "named", "form")))
+    yield from (x for x in names if x.startswith(("gallery", "named", "form", "wide")))
     masks, scores = ([x for x in names if x.startswith(f"gallery {what}")] for what in ("mask", "score"))
     yield from (f"pair {mask}, {score}" for mask in masks for score in scores)
 

@@ -98,6 +98,19 @@ NEGATIVE: tuple[Callable[[Node, Node, int], Node], ...] = (
     lambda f, k, c: (f - k - c) // c % -3,
     lambda f, k, c: NK - f - c - k,
 )
+# Whole numbers of arrays have 64 bits, and so has what is computed with them.
+WIDE: tuple[Callable[[Node, Node, int], Node], ...] = (
+    lambda a, b, c: a - b < c,
+    lambda a, b, c: a >= b,
+    lambda a, b, c: la.equal(a, b),
+    lambda a, b, c: (a + b) % c < 2,
+    lambda a, b, c: la.equal(a // (c + 1) % 2, 0),
+    lambda a, b, c: abs(a - b) <= c,
+    lambda a, b, c: 3 * a > b + 2 * b - c,
+    lambda a, b, c: la.differ(la.minimum(a, b) - a, 0),
+    lambda a, b, c: -a // -c <= -b // -c,
+    lambda a, b, c: a % -c > -2,
+)
 RATES = (-0.02, 0.05, 0.01, -0.1, 0.005)  # an error of one position reaches lse, and no score is beyond all others
 
 
@@ -149,7 +162,9 @@ class Pool:
         return la.minimum(form, self.form()) if kind == "minimum" else where(la.equal(H, 0), form, self.form())
 
     def other(self) -> Node:
-        kind = self.dice.weighted({"form": 6, "negative": 1.5, BOOL: 1, INT: 1, FLOAT: 1})
+        kind = self.dice.weighted({"form": 6, "negative": 1.5, "wide": 0.7, BOOL: 1, INT: 1, FLOAT: 2})
+        if kind == "wide":
+            return self.wide()
         if kind == "negative":
             return self.shared(BOOL, la.make(self.dice.one_of(("lt", "ge", "eq", "ne")), self.negative(), self.form()))
         if kind == BOOL:
@@ -159,6 +174,17 @@ class Pool:
         if kind == FLOAT:
             return self.shared(BOOL, self.read(FLOAT) > -0.2371)
         return self.shared(BOOL, self.dice.one_of(OTHERS)(self.form(), self.number()))
+
+    def wide(self) -> Node:
+        """A condition on whole numbers that 32 bits do not hold."""
+        self.names.append("wide integers")
+        same = self.dice.chance(0.5)  # one array for rows and keys, read by any index, or one for each
+        tables = [self.table(Table((ANY if same else name,), "int64", "wide")) for name in ("QK" if not same else "Q")]
+        a, b = (
+            la.load(f"a{at}", INT, self.index_of_any(None) if same else la.variable(name))
+            for at, name in zip(tables * 2 if same else tables, "QK", strict=True)
+        )
+        return self.shared(BOOL, self.dice.one_of(WIDE)(a, b, abs(self.number())))
 
     def distance(self) -> Node:
         made = self.dice.one_of(DISTANCES)(self.form(), self.column(), self.number())
@@ -187,12 +213,12 @@ class Pool:
         return made
 
     def _term(self) -> Node:
-        kind = self.dice.weighted({"float": 5, "index": 3, "condition": 2, "masked": 0.5, "views": 0.6})
+        kind = self.dice.weighted({"float": 5, "index": 3.5, "condition": 2, "masked": 0.5, "views": 0.6})
         if kind == "views":
             return self.views()
         if kind == "index":
             known = self.made[FLOAT]
-            return self.dice.one_of(known) if known and self.dice.chance(0.5) else self.read(FLOAT)
+            return self.dice.one_of(known) if known and self.dice.chance(0.7) else self.read(FLOAT)
         if kind == "float" and self.made[INT] and self.dice.chance(0.15):
             return self.dice.one_of(RATES) * self.dice.one_of(self.made[INT])
         if kind == "float":

@@ -21,9 +21,20 @@ INT_OPS = {
 }  # fmt: skip
 FLOAT_OPS = {
     "leaf": 3, "int": 2, "add": 2, "sub": 2, "mul": 2, "div": 1.5, "floordiv": 0.4, "mod": 0.4, "neg": 1, "abs": 1,
-    "minimum": 1, "maximum": 1, "where": 2, "load": 2, "exp": 1, "log": 1, "tanh": 1.5,
+    "minimum": 1, "maximum": 1, "where": 2, "load": 2, "exp": 1, "log": 1, "tanh": 1.5, "edge": 0.5,
 }  # fmt: skip
-BOOL_OPS = {"ints": 5, "floats": 1.5, "and": 2, "or": 2, "not": 1.5, "where": 1, "load": 1, "edge": 1, "alike": 0.5}
+BOOL_OPS = {
+    "ints": 5,
+    "floats": 1.5,
+    "and": 2,
+    "or": 2,
+    "not": 1.5,
+    "where": 1,
+    "load": 1,
+    "edge": 1,
+    "alike": 0.5,
+    "wide": 0.4,
+}
 
 # Whole numbers at the edges of their type, which stay within it; 2 ** 24 + 1 is the first that float32 has not.
 EDGES: tuple[Callable[[Node], Node], ...] = (
@@ -51,6 +62,19 @@ BOOL_EDGES: tuple[Callable[[Node], Node], ...] = (
     lambda f: la.as_float(f) <= 65504.0,
     lambda f: (K > MOST - 1) | (f > K),
     lambda f: K - f > LEAST + 2**28,
+)
+# Floats at the edges of theirs, which leave a number as it is, or nearly so; -inf has tiles looked at by their scores.
+FLOAT_EDGES: tuple[Callable[[Node], Node], ...] = (
+    lambda x: la.minimum(x, 3e38),
+    lambda x: la.maximum(-3e38, x),
+    lambda x: la.maximum(x, -float("inf")),
+    lambda x: la.minimum(x, float("inf")),
+    lambda x: where(x < 1e30, x, 0.5),
+    lambda x: where(x > -float("inf"), x, -1.0),
+    lambda x: x + 1e-30,
+    lambda x: x * 1.0000001,
+    lambda x: x - -0.0,
+    lambda x: x / 65504.0 * 65504.0,
 )
 
 
@@ -121,6 +145,8 @@ class Grammar:
         if op == "where":
             return where(self.condition(depth - 1, scores), *(self._operand(depth - 1, scores) for _ in range(2)))
         a = self.number(depth - 1, scores)
+        if op == "edge":
+            return self.dice.one_of(FLOAT_EDGES)(a)
         if op in ("exp", "log"):
             return self._function(op, a)
         if op in ("neg", "abs", "tanh"):
@@ -147,6 +173,8 @@ class Grammar:
             return la.make(self.dice.one_of(COMPARED[:4]), a, b + 0.0371)  # not a tie that rounding decides
         if op == "edge":
             return self.dice.one_of(BOOL_EDGES)(self.pool.form())
+        if op == "wide":
+            return self.pool.wide()
         if op == "load":
             return self.pool.read(BOOL, lambda: self.integer(depth - 1))
         a = self.condition(depth - 1, scores)

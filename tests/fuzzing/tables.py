@@ -22,9 +22,9 @@ _FEW = 12  # the most places along an axis of any size, if there are others
 class Table:
     """dims: for each axis the variable whose places it has, a size, or ANY.
 
-    fill: "normal", "masked" (some are -inf), "slopes" (those that ALiBi's paper gives), "small" whole numbers, "ids"
-    and "hashes" (the same rise along the last axis), "places" (positions of keys), "truth". like: the number of a table
-    that has the same values.
+    fill: "normal", "masked" (some are -inf), "slopes" (those that ALiBi's paper gives), "small" whole numbers, "wide"
+    ones that 32 bits do not hold, "ids" and "hashes" (which rise along the last axis), "places" (positions of keys),
+    "truth". like: the number of a table that has the same values.
     """
 
     dims: tuple[str | int, ...]
@@ -82,6 +82,8 @@ def _values(table: Table, sizes: Sizes, dice: Dice) -> Numbers:
         return rounded(values, table.dtype)
     if table.fill == "places":
         values = dice.integers(0, max(sizes["K"], 1), shape)
+    elif table.fill == "wide":
+        return 2**40 + 2**32 * dice.integers(0, 2, shape) + dice.integers(-3, 9, shape)
     elif table.fill == "small":
         values = dice.integers(-3, 9, shape)
     else:
