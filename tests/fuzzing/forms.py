@@ -97,6 +97,7 @@ NEGATIVE: tuple[Callable[[Node, Node, int], Node], ...] = (
     lambda f, k, c: la.minimum(f - k, 0) // c,
     lambda f, k, c: (f - k - c) // c % -3,
     lambda f, k, c: NK - f - c - k,
+    lambda f, k, c: (c - k // (c + 1)) % 4,  # what TileLang's simplifier was wrong on
 )
 # Whole numbers of arrays have 64 bits, and so has what is computed with them.
 WIDE: tuple[Callable[[Node, Node, int], Node], ...] = (
@@ -166,7 +167,8 @@ class Pool:
         if kind == "wide":
             return self.wide()
         if kind == "negative":
-            return self.shared(BOOL, la.make(self.dice.one_of(("lt", "ge", "eq", "ne")), self.negative(), self.form()))
+            beside = self.dice.one_of((self.form(), self.form(), la.constant(2)))
+            return self.shared(BOOL, la.make(self.dice.one_of(("lt", "ge", "eq", "ne")), self.negative(), beside))
         if kind == BOOL:
             return self.read(BOOL)
         if kind == INT:
