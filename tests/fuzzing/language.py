@@ -188,10 +188,6 @@ def places(root: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
         yield from places(child, (*path, i))
 
 
-def children(node: Node) -> tuple[Node, ...]:
-    return node.args
-
-
 def rebuilt(node: Node, args: tuple[Node, ...]) -> Node:
     """The same operation on other arguments; TypeError if they are not of its types."""
     if node.op == "load":
