@@ -159,7 +159,7 @@ CUDA = {
     "a start is of the mirrored sum": edit(
         "kernels.cuda.terms:joined_to_column", "'+' if sign > 0 else '-'", "'-' if sign > 0 else '+'"
     ),
-    "wide integers are computed narrow": edit(_CUDA + "_Writer._arithmetic", "(a.from_array or b.from_array)", "False"),
+    "an absolute value is a sum": edit(_CUDA + "_Writer._absolute", "absolute_of=a.linear", "linear=a.linear"),
     "cells of one axis": edit(_CUDA + "_Writer._read", "{axis}, {{0}})", "0, {{0}})"),
     "constants told at run time are another's": edit(
         _CUDA + "_Writer._constant_of", "{self.told.index(form)}]", "{len(self.told) - 1}]"
@@ -282,7 +282,6 @@ _SLOW = {
 _FIRST = {
     "cuda: a bound and a start are one value": 66,
     "cuda: the looser bound is kept": 85,
-    "cuda: wide integers are computed narrow": 29,
     "cuda: constants told at run time are another's": 15,
 }
 _QUICK = {"cuda: a bound and a start are one value", "triton: or of a literal"}  # stand for the others of theirs
