@@ -1,92 +1,68 @@
-"""Masks and scores drawn from one pool of forms: the same sum of positions is a bound, a float and an index."""
+"""Masks and scores that the fuzz draws from one pool of forms, as expressions over arrays: for tests of one part."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from tilewise import expr as ex
-from tilewise.expr import NK, NQ, QP, Expr, H, K, Loaded, Q, S
+from tests.fuzzing.dice import Dice
+from tests.fuzzing.features import meet
+from tests.fuzzing.forms import Pool
+from tests.fuzzing.language import Node, text
+from tests.fuzzing.question import Given
+from tests.fuzzing.tables import Table, filled
+from tests.fuzzing.texts import drawn_texts
+from tilewise import arrays
+from tilewise.expr import Expr, Loaded, from_records, records
+from tilewise.spec import Shape
+from tilewise.text import parse
 
-T = TypeVar("T")
-
-# What K is compared with and counted from; a number is a constant to add. Top left and bottom right alignment both.
-FORMS: dict[str, Callable[[int], Expr]] = {
-    "Q": lambda c: Q,
-    "Q + (NK - NQ)": lambda c: Q + (NK - NQ),
-    "Q + c": lambda c: Q + c,
-    "Q + (NK - NQ) + c": lambda c: Q + (NK - NQ) + c,
-    "2 * Q": lambda c: 2 * Q,
-    "NK - Q": lambda c: NK - Q,
-    "H + Q": lambda c: H + Q,
-    "QP": lambda c: QP,
-    "c": lambda c: ex.constant(abs(c)),
-    "0": lambda c: ex.constant(0),
-}
-BOUNDS: tuple[Callable[[Expr], Expr], ...] = (
-    lambda f: f >= K,
-    lambda f: f > K,
-    lambda f: f <= K,
-    lambda f: f < K,
-    lambda f: K < f + 1,
-    lambda f: K - f <= 0,
-    lambda f: f - K >= 0,
-)
-OTHERS: tuple[Callable[[Expr], Expr], ...] = (
-    lambda f: H == 0,
-    lambda f: Q % 3 == 1,
-    lambda f: K % 3 != 1,
-    lambda f: f == K,
-    lambda f: abs(f - K) < 5,
-)
-JOINS: tuple[Callable[[Expr, Expr, Expr], Expr], ...] = (
-    lambda a, b, other: a,
-    lambda a, b, other: a | other,
-    lambda a, b, other: other | a,
-    lambda a, b, other: a & other,
-    lambda a, b, other: (a & b) | other,
-    lambda a, b, other: (a & other) | b,
-    lambda a, b, other: ~a,
-    lambda a, b, other: ~(a & b),
-    lambda a, b, other: a | b,
-)
-DISTANCES: tuple[Callable[[Expr], Expr], ...] = (
-    lambda f: f - K,
-    lambda f: K - f,
-    lambda f: abs(f - K),
-    lambda f: abs(K - f),
-)
+Drawn = tuple[Expr | None, Expr | None]
 
 
-class Compositions:
-    """Draws a mask and a score over the same form or two.
+def composed(seed: int, shape: Shape, gradients: bool = False) -> tuple[Expr, Expr]:
+    """A mask and a score, a bound of which starts a float of the other. gradients: of arrays that the score reads."""
+    dice = Dice(seed)
+    while True:
+        pool = Pool(dice, 9)
+        trees = pool.mask(), pool.score()
+        if meet(*trees):
+            break
+    mask, score = _expressions(trees, pool.tables, shape, dice, gradients)
+    assert mask is not None and score is not None
+    return mask, score
 
-    `below(n)` chooses from 0 to n - 1; `table()` is a line of floats to read, which may want its gradient.
-    """
 
-    def __init__(self, below: Callable[[int], int], table: Callable[[], Loaded]) -> None:
-        self.below, self.table = below, table
-        names = list(FORMS)
-        self.forms = [FORMS[self.one_of(names)](below(19) - 9) for _ in range(1 + below(2))]
+def drawn(seed: int, shape: Shape) -> Drawn:
+    """A mask and a score as the fuzz draws them, by any recipe; either may be missing."""
+    dice = Dice(seed)
+    texts = drawn_texts(dice, 40)
+    mask, score = _expressions((texts.mask, texts.score), texts.tables, shape, dice, gradients=True)
+    return mask, score
 
-    def one_of(self, options: Sequence[T]) -> T:
-        return options[self.below(len(options))]
 
-    def mask(self) -> Expr:
-        a, b = (self.one_of(BOUNDS)(self.one_of(self.forms)) for _ in range(2))
-        return self.one_of(JOINS)(a, b, self.one_of(OTHERS)(self.one_of(self.forms)))
+def _expressions(
+    trees: tuple[Node | None, Node | None], tables: Sequence[Table], shape: Shape, dice: Dice, gradients: bool
+) -> list[Expr | None]:
+    sizes = {
+        "B": shape.batch, "H": shape.heads, "HK": shape.heads_k, "Q": shape.total_q, "K": shape.total_k,
+        "QP": shape.n_q, "KP": shape.n_k,
+    }  # fmt: skip
+    given = filled(list(tables), sizes, dice)
+    stored = [_stored(x) for x in given]
+    mask, score = (None if tree is None else parse(text(tree), stored) for tree in trees)
+    wanted = {id(x) for x, of in zip(stored, given, strict=True) if gradients and of.wants_gradient}
+    return [mask, None if score is None else _wanting(score, wanted)]
 
-    def score(self) -> Expr:
-        made = S
-        for _ in range(1 + self.below(2)):
-            made = made + self._term(self.one_of(DISTANCES)(self.one_of(self.forms)))
-        return made
 
-    def _term(self, distance: Expr) -> Expr:
-        kind = self.one_of(("float", "float", "index", "condition"))
-        if kind == "index":
-            # A variable alone, as K - 0 is, would need a table of its size; other indices are clamped.
-            return ex.load_slot(self.table(), distance + 1 if distance.op == "var" else distance)
-        if kind == "condition":
-            return ex.where(self.one_of(BOUNDS)(self.one_of(self.forms)), 0.01 * distance, -0.5)
-        return self.one_of((-0.02, 0.05)) * distance
+def _stored(given: Given) -> Any:
+    return arrays.narrow(given.values, given.dtype) if "float" in given.dtype else given.values.astype(given.dtype)
+
+
+def _wanting(score: Expr, wanted: set[int]) -> Expr:
+    def of(payload: Any) -> Any:
+        is_wanted = isinstance(payload, Loaded) and id(payload.array) in wanted
+        return replace(payload, grad=True) if is_wanted else payload
+
+    return from_records((op, args, kind, of(payload)) for op, args, kind, payload in records(score))

@@ -29,8 +29,12 @@ from tests.proof import Outcome, Record, about, commit
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-FUZZED = ("cuda", "triton")
-NAMES = ("tests", *TOOLS, *(f"fuzz-{kernel}" for kernel in FUZZED))
+# What is fuzzed, by its name as a proof, and the share of --cases that it gets: a variant takes TileLang and CuTe long.
+FUZZED = {
+    "fuzz-cuda": ("cuda", 1.0), "fuzz-unordered": ("cuda/unordered", 0.5), "fuzz-triton": ("triton", 1.0),
+    "fuzz-tilelang": ("tilelang", 0.2), "fuzz-cute": ("cute", 0.05),
+}  # fmt: skip
+NAMES = ("tests", *TOOLS, *FUZZED)
 # Every way in which the Hopper kernels work, and some of the others; each tool takes a minute or two.
 SANITIZED = (
     "(forward_sm90 and ((several and (full or causal or document or bias)) or (head and (once or full or causal))"
@@ -66,10 +70,11 @@ def _sanitizer(tool: str) -> Proof:
 
 
 def random_calls(jobs: int, cases: int, seed: int) -> list[Proof]:
-    counts = ("--seed", str(seed), "--cases", str(cases), "--jobs", str(jobs))
-    return [
-        Proof(f"fuzz-{kernel}", (sys.executable, "tests/fuzz.py", "--kernel", kernel, *counts)) for kernel in FUZZED
-    ]
+    def proof(name: str, kernel: str, share: float) -> Proof:
+        counts = ("--seed", str(seed), "--cases", str(max(round(share * cases), 1)), "--jobs", str(jobs))
+        return Proof(name, (sys.executable, "tests/fuzz.py", "--kernel", kernel, *counts))
+
+    return [proof(name, *fuzzed) for name, fuzzed in FUZZED.items()]
 
 
 # Another plugin of pytest may refuse to run beside others.

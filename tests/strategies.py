@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,16 @@ BOOL_ARRAYS = [
 ]
 
 _POOLS = {"int": INT_ARRAYS, "float": FLOAT_ARRAYS, "bool": BOOL_ARRAYS}
-_BELOW = [st.integers(0, max(n - 1, 0)) for n in range(32)]
+
+
+@cache
+def _numbers(n: int) -> Any:
+    return st.integers(0, n - 1)
 
 
 def _expressions(draw: Any) -> Expressions:
     def below(n: int) -> int:
-        return draw(_BELOW[n])
+        return draw(_numbers(n))
 
     return Expressions(below, lambda kind: Loaded(_POOLS[kind][below(len(_POOLS[kind]))]))
 

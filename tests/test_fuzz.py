@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Any
@@ -13,107 +17,224 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import fuzz
+from tests.conformance.paths import paths
 from tests.conformance.wrong_kernels import BACKWARD_MISTAKES, SPEC_MISTAKES, STATE_MISTAKES, Wrong
-from tests.expressions import Expressions
-from tests.fuzzing import device
-from tests.fuzzing.dice import Dice
-from tests.fuzzing.draw import Wanted
-from tests.fuzzing.judge import judge, make
-from tests.fuzzing.memory import Memory, laid_out
-from tests.fuzzing.menu import spoil_unread
-from tests.fuzzing.rounding import error_ops
-from tests.fuzzing.variants import MASKS, SCORES, Variants, drawn_options
-from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS, dense_env
+from tests.fuzzing import device, systems
+from tests.fuzzing.asking import ask, ask_linear
+from tests.fuzzing.draw import Wanted, draw
+from tests.fuzzing.memory import Memory
+from tests.fuzzing.put import Put, judge_seed, question_of
+from tests.fuzzing.question import Cache, Given, Layout, LinearQuestion, Question
+from tests.fuzzing.report import Report
+from tests.fuzzing.systems import System
+from tests.fuzzing.trial import Verdict, judge
+from tests.fuzzing.workers import Trouble
+from tests.fuzzing.written import read, written
 from tilewise import arrays, dispatch
 from tilewise.contract import on_device
-from tilewise.expr import Loaded
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
-from tilewise.kernels.cuda.ops import variant
 from tilewise.kernels.cuda.rungs import RUNGS
-from tilewise.kernels.cuda.simulator.kernel import _walkable
-from tilewise.kernels.cuda.source import assembled
+from tilewise.kernels.cuda.simulator.kernel import CudaSimKernel, _walkable
 from tilewise.kernels.numpy import NumpyKernel
-from tilewise.kernels.numpy.ops import numpy_ops
+from tilewise.linear.kernels.numpy import Kernel as LinearNumpyKernel
 from tilewise.spec import Attention, Grads, Partial, Tile
 from tilewise.validate import Call
-from tilewise.variants import VARIANTS
-from tilewise.walking import evaluate, nodes
 
 ROOT = Path(__file__).parent.parent
 MEMORY = Memory()
 WANTED = Wanted()
 
 
-def _fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tests/fuzz.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def _numpy(kernel: Any = None, device: str = "cpu") -> System:
+    return System("numpy", kernel or NumpyKernel(), LinearNumpyKernel(), device=device)
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "numpy", "triton", *dispatch.simulated_rungs()])
-def test_random_calls(kernel: str) -> None:
-    reason = dispatch.kernel(kernel).unavailable()
+def _fuzz(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, env = [sys.executable, "tests/fuzz.py", *arguments], {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=900, check=False)
+
+
+# -- every system -----------------------------------------------------------------------------------------------------
+
+SIMULATED = ("cuda-sim/naive", "cuda-sim/tiled", "cuda-sim/forward_sm90", "cuda-sim/unordered")
+COMPILED = ("--seconds", "30", "--shapes", "3")  # as many as there is time for, each kind compiled for three of them
+RUNS: dict[str, tuple[str, ...]] = {
+    "numpy": ("--cases", "300"), "cpu": ("--cases", "300"), "triton": ("--seconds", "30"),
+    **dict.fromkeys(SIMULATED, COMPILED), "tilelang-c": ("--cases", "3", "--shapes", "3"),
+}  # fmt: skip
+LONG = {"numpy": ("--cases", "5000"), "cpu": ("--cases", "10000"), "tilelang-c": ("--cases", "20")}
+
+
+def _check_run(kernel: str, *arguments: str) -> None:
+    reason = systems.unavailable(kernel)
     if reason is not None:
         pytest.skip(f"{kernel} cannot run on this machine: {reason}")
-    cases = "300" if kernel in ("cpu", "numpy") else "8"  # each of the others' is compiled first, or interpreted
-    pool = ["--pool", "8"] if kernel.endswith("forward_sm90") else []  # that takes a second or more
-    done = _fuzz("--kernel", kernel, "--cases", cases, *pool)
+    done = _fuzz("--kernel", kernel, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{cases} cases" in done.stdout
-    assert "0 failures" in done.stdout
+    cases = re.search(r"^([\d,]+) cases in .* 0 failures$", done.stdout, re.MULTILINE)
+    assert cases is not None and int(cases[1].replace(",", "")) > 0, done.stdout
     assert done.stderr == ""  # quiet where no one looks
 
 
+@pytest.mark.parametrize("kernel", RUNS)
+def test_random_calls(kernel: str) -> None:
+    _check_run(kernel, *RUNS[kernel])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", RUNS)
+def test_many_random_calls(kernel: str) -> None:
+    _check_run(kernel, "--seed", "1000", *LONG.get(kernel, ("--seconds", "120")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", [isa for isa in paths("cpu") if isa is not None])
+def test_random_calls_on_each_instruction_set(isa: str) -> None:
+    _check_run("cpu", "--isa", isa, "--cases", "3000", "--seed", "20000")
+
+
+def test_every_system_has_a_target_and_is_run() -> None:
+    """Whatever is registered has long runs; what runs without a GPU is in the quick suite."""
+    systems_there = {name for name in dispatch.NAMED if "/" not in name} - {"cuda-sim"}
+    targets = {name.partition(" ")[0] for name in systems.TARGETS}
+    assert systems_there | set(SIMULATED) <= targets
+    assert set(RUNS) == {name for name in targets if systems.device(name) == "cpu"} | {"triton"}
+    assert {f"cuda-sim/{name}" for name in RUNGS} <= set(SIMULATED)
+
+
 def test_a_case_is_its_seed() -> None:
-    """The same seed gives the same call, whatever was drawn before it."""
-    kernel = NumpyKernel()
-    alone = judge(kernel, 7, Memory(), WANTED)
+    """The same seed gives the same call and the same results, whatever was drawn before it."""
+    alone = judge_seed(_numpy(), 7, Memory(), WANTED)
     for seed in (5, 6):
-        judge(kernel, seed, MEMORY, WANTED)
-    assert judge(kernel, 7, MEMORY, WANTED) == alone
+        judge_seed(_numpy(), seed, MEMORY, WANTED)
+    assert judge_seed(_numpy(), 7, MEMORY, WANTED) == alone
 
 
 def test_calls_for_tensor_cores_are_such() -> None:
     """Hardly one is refused: by types and sizes, or by how arrays lie."""
     rung, reasons = RUNGS["forward_sm90"], Counter[str | None]()
+    wanted = replace(systems.wanted("cuda-sim/forward_sm90"), shapes=1, cache_share=0.0)
     for seed in range(40):
-        call = make(seed, MEMORY, Wanted(backward_share=0.0, half_share=1.0))[0].drawn.call
+        MEMORY.clear()
+        call = ask(draw(seed, wanted), MEMORY, "cpu").call  # type: ignore[arg-type]
         views = {name: View.of_numpy(x) for name, x in zip("qkv", (call.q, call.k, call.v), strict=True)}
         reasons[rung.unsupported(call.shape) or cannot_be_copied(views)] += 1
     assert reasons[None] >= 38
     assert reasons.keys() <= {None, "there is nothing to load"}
 
 
-def test_calls_of_a_pool_share_kernels() -> None:
-    """Their sizes differ, not what is compiled."""
-    rung = RUNGS["forward_sm90"]
-    texts, sizes = set(), set()
-    for seed in range(40):
-        problem, redrawn = make(seed, MEMORY, Wanted(backward_share=0.0, half_share=1.0, pool=4))
-        call, tile = problem.drawn.call, problem.drawn.tile
-        sizes.add((call.shape.n_q, call.shape.n_k))
-        if not redrawn:
-            fitting = rung.fitting(tile or rung.default_tile(call.spec, call.shape), call.shape)
-            texts.add(assembled(rung, call.spec, call.shape, fitting)[0].text)
-    assert len(texts) <= 6
-    assert len(sizes) > 20
+# -- a question as a call ---------------------------------------------------------------------------------------------
+
+_LAYOUTS = {
+    "plain": Layout(), "at the end": Layout(at_page="end"), "at the beginning": Layout(at_page="begin"),
+    "heads inside": Layout((0, 2, 1, 3), at_page="end"), "every other": Layout(step=(2, 1, 3, 1)),
+    "reversed": Layout(reversed=(0, 2)), "padded": Layout(padding=16), "at an odd address": Layout(aside=1),
+    "odd steps": Layout(padding=1, at_page="end"), "one head for all": Layout(expanded=(1,)),
+    "read-only": Layout(writeable=False),
+}  # fmt: skip
 
 
-def test_what_no_query_reads_is_spoilt() -> None:
-    k, v = np.zeros((1, 1, 9, 8)), np.zeros((1, 1, 9, 8))
-    spoil_unread((np.array([0, 4, 4, 6]), np.array([0, 3, 7, 9])), k, v)
-    assert np.isnan(k).all(axis=(0, 1, 3)).tolist() == [False] * 3 + [True] * 4 + [False] * 2
-    assert np.array_equal(np.isnan(k), np.isnan(v))
+@pytest.mark.parametrize("name", _LAYOUTS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64", "bool", "int8"])
+def test_arrays_lie_as_their_layouts_say(name: str, dtype: str) -> None:
+    layout, memory = _LAYOUTS[name], Memory()
+    values = np.random.default_rng(0).integers(-3, 4, (2, 3, 5, 8))
+    values = values != 0 if dtype == "bool" else values if dtype == "int8" else values.astype(np.float64)
+    values = np.broadcast_to(values[:, :1], values.shape) if layout.expanded else values
+    x = memory.place(Given(values, dtype, layout))
+    assert arrays.dtype_name(x) == dtype
+    assert np.array_equal(arrays.widen(x, np.float64) if "float" in dtype else x, values)
+    assert x.flags.writeable == (layout.writeable and not layout.expanded)
+    assert memory.used[0] is x
+    size, steps = x.itemsize, layout.step or (1,) * 4
+    if layout.order:
+        assert x.strides[1] < x.strides[2]
+    if layout.reversed:
+        assert [step < 0 for step in x.strides] == [True, False, True, False]
+    if layout.padding:
+        assert x.strides[2] == 8 * size + layout.padding
+    if not layout.order and not layout.padding and not layout.reversed and not layout.expanded:
+        assert x.strides[2] == 8 * size * steps[2]
+    if not layout.at_page:
+        assert x.ctypes.data % 16 == layout.aside or layout.reversed
+
+
+def test_what_lies_between_and_beside_is_no_number() -> None:
+    x = Memory().place(Given(np.zeros((3, 4)), "float32", Layout(step=(1, 2), at_page="begin")))
+    around = np.lib.stride_tricks.as_strided(x, (3, 7), (x.strides[0], 4))
+    assert np.isnan(around[:, 1::2]).all() and not np.isnan(around[:, ::2]).any()
+    after = np.lib.stride_tricks.as_strided(x[2:, 3:], (1, 9), (x.strides[0], 4))
+    assert np.isnan(after[:, 1:]).all()
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_cache_is_scattered_and_spoilt_beyond_its_keys(page: int | None) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (Given(rng.standard_normal((3, heads, n, 4)), "float64") for heads, n in ((4, 2), (2, 40), (2, 40)))
+    asked = ask(Question(q, k, v, 1.0, cache=Cache((40, 0, 17), page)), Memory(), "cpu")
+    assert list(asked.cache.lengths) == [40, 0, 17]
+    for b, n in enumerate((40, 0, 17)):
+        found, _ = asked.cache.sequence(b)
+        assert np.array_equal(found[0], k.values[b, :, :n])
+    held = np.isfinite(asked.cache.k).all(axis=(1, 3)).sum()
+    assert held == 57 and np.isnan(asked.cache.k).any()
+    if page is not None:
+        pages = asked.cache.table[0][asked.cache.table[0] >= 0]
+        assert len(pages) == 3 and not np.array_equal(pages, pages[0] + np.arange(3))
+
+
+def test_arrays_are_one_in_both_texts_and_wanted_where_told() -> None:
+    one = Given(np.zeros((1, 1, 3, 3)), "float32")
+    table = Given(np.zeros(3), "float32", wants_gradient=True)
+    texts = {"mask": "load(a0, K) < 1", "score": "S + load(a0, Q) + load(a1, K)"}
+    tables = table, replace(table, wants_gradient=False)
+    spec = ask(Question(one, one, one, 1.0, **texts, arrays=tables), Memory(), "cpu").call.spec
+    assert len(spec.wanted) == 1 and len({id(slot.array) for slot in spec.loaded}) == 2
+
+
+def test_a_call_is_made_as_it_is_written() -> None:
+    x = Given(np.zeros((1, 1, 3, 3)), "float32")
+    question = Question(x, x, x, 1.0, "K <= Q", mask_as_written="prefix(2)")
+    assert repr(ask(question, Memory(), "cpu").call.spec.mask) == "K < 2"
+
+
+def test_a_constructor_that_is_not_its_definition_is_caught() -> None:
+    rng = np.random.default_rng(0)
+    q = Given(rng.standard_normal((1, 1, 4, 3)).astype(np.float32).astype(np.float64), "float32")
+    right = Question(q, q, q, 1.0, "K <= Q + (NK - NQ)", mask_as_written="causal()")
+    assert judge(_numpy(), right, MEMORY).failure is None
+    wrong = replace(right, mask="K < Q + (NK - NQ)")
+    assert "ContractError" in str(judge(_numpy(), wrong, MEMORY).failure)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_questions_are_read_back_to_the_bit(seed: int) -> None:
+    wanted = Wanted(half_share=0.5, linear_share=0.4, backward_share=0.7)
+    question = draw(seed, wanted)
+    text = written(question)
+    again = read(text)
+    assert written(again) == text and json.loads(text)["ask"] == (
+        "linear" if isinstance(question, LinearQuestion) else "attention"
+    )
+    made = ask_linear if isinstance(question, LinearQuestion) else ask
+    first, second = Memory(), Memory()
+    made(question, first, "cpu"), made(again, second, "cpu")  # type: ignore[arg-type]
+    assert [x.tobytes() for x in first.used] == [x.tobytes() for x in second.used]
+    assert [x.strides for x in first.used] == [x.strides for x in second.used]
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
 
 
 def test_arrays_lie_on_a_device_as_they_do_here() -> None:
-    dice = Dice(1)
-    for layout in ("plain", "heads inside", "sliced", "padded", "one head for all"):
-        dice.weighted = lambda shares, layout=layout: layout  # type: ignore[method-assign]
-        x = laid_out(dice.normal((2, 3, 5, 8)), "bfloat16", MEMORY, dice, aligned=True)
+    values = np.random.default_rng(0).standard_normal((2, 3, 5, 8))
+    for name in ("plain", "heads inside", "every other", "padded", "at the end"):
+        x = MEMORY.place(Given(values, "bfloat16", _LAYOUTS[name]))
         there = device._placed(x, "cpu")
         assert there.stride() == tuple(step // 2 for step in x.strides)
         assert there.data_ptr() % 16 == x.ctypes.data % 16
-        assert np.array_equal(arrays.as_numpy(there), x)
+        assert arrays.as_numpy(there).tobytes() == np.ascontiguousarray(x).tobytes()
 
 
 def test_copies_have_the_numbers_of_a_row_side_by_side() -> None:
@@ -154,49 +275,13 @@ class _OnTensors(NumpyKernel):
 
 def test_calls_on_a_device_are_judged_as_others_are() -> None:
     # A device whose name is not "cpu": arrays become tensors.
-    wanted = Wanted(backward_share=0.3, half_share=0.9, device="cpu:0")
-    verdicts = [judge(_OnTensors(), seed, MEMORY, wanted) for seed in range(30)]
+    wanted = Wanted(backward_share=0.3, half_share=0.9, most_scores=60_000, shapes=1)
+    system = _numpy(_OnTensors(), "cpu:0")
+    verdicts = [judge_seed(system, seed, MEMORY, wanted) for seed in range(30)]
     assert [x.failure for x in verdicts if x.failure is not None] == []
     assert {"bfloat16", "float16"} <= {x.dtype for x in verdicts if x.results["out"]}
+    assert {"decode", "dense", "packed"} <= {x.kind for x in verdicts}
     assert any(x.results["d_q"] for x in verdicts)
-
-
-def test_every_named_variant_is_drawn() -> None:
-    assert VARIANTS.keys() - MASKS.keys() - SCORES.keys() == set()
-
-
-def test_masks_and_scores_are_drawn_that_share_values() -> None:
-    """A bound of the mask starts a float of the score: what a generator keeps for one, the other finds."""
-    sizes = dict.fromkeys(("B", "H", "HK", "Q", "K", "QP", "KP"), 40)
-    drawn = [drawn_options(v) for v in (Variants(Dice(seed), MEMORY, sizes, False, 40) for seed in range(300))]
-    texts = [variant(x.get("mask"), x.get("score")).text for x in drawn]
-    bounds = [set(re.findall(r"[,{] (row\.r\d+ - first_key)", text)) for text in texts]
-    shared = [text for text, found in zip(texts, bounds, strict=True) if any(f"float({x})" in text for x in found)]
-    assert len(shared) >= 5
-
-
-# -- the bound of rounding --------------------------------------------------------------------------------------------
-
-
-def test_expressions_are_off_by_no_more_than_their_bound() -> None:
-    """Expressions of every operation in float32 and in float64: the bound holds, and mostly says something."""
-    pools = {"int": INT_ARRAYS, "float": FLOAT_ARRAYS, "bool": BOOL_ARRAYS}
-    env = {name: np.float32(x) if name == "S" else x for name, x in dense_env(dtype=np.float32).items()}
-    exact = {name: (np.float64(x) if name == "S" else x, 0.0) for name, x in env.items()}
-    known, seen = 0, Counter[str]()
-    for seed in range(400):
-        dice = Dice(seed)
-        drawn = Expressions(dice.below, lambda kind, dice=dice: Loaded(dice.one_of(pools[kind])))
-        expr = drawn.number(dice.between(1, 4), scores=True)
-        with np.errstate(all="ignore"):
-            found = evaluate(expr, env, numpy_ops(np.float32))
-            value, error = evaluate(expr, exact, error_ops("float32"))
-            off = np.where(found == value, 0, np.abs(found - value))  # infinite ones are equal or not
-        assert np.all((off <= error) | (error == np.inf)), f"seed {seed}: {expr!r}"
-        known += bool(np.all(error <= 1e-3 * (1 + np.abs(value))))
-        seen.update(node.op for node in nodes(expr))
-    assert known > 200
-    assert {"exp", "log", "tanh", "div", "mod", "floordiv", "where", "lt", "not", "load"} <= seen.keys()
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
@@ -205,7 +290,7 @@ def test_expressions_are_off_by_no_more_than_their_bound() -> None:
 def _caught(kernel: NumpyKernel, backward_share: float, seeds: range = range(250)) -> str | None:
     """What the first failing seed of a few shows."""
     for seed in seeds:
-        failure = judge(kernel, seed, MEMORY, Wanted(backward_share)).failure
+        failure = judge_seed(_numpy(kernel), seed, MEMORY, Wanted(backward_share)).failure
         if failure is not None:
             return failure
     return None
@@ -302,6 +387,31 @@ def test_mistake_under_hostile_use_is_caught(mistake: str) -> None:
     assert told in (_caught(kernel(), backward_share) or "nothing was caught")
 
 
+def test_warnings_and_refusals_are_told() -> None:
+    class Warns(NumpyKernel):
+        def forward(self, *args: Any) -> Partial:
+            np.log(np.zeros(1))
+            return super().forward(*args)
+
+    class Refuses(NumpyKernel):
+        def unsupported(self, spec: Attention, shape: Any) -> str | None:
+            return "not today"
+
+        def forward(self, *args: Any) -> Partial:
+            raise AssertionError("it was asked all the same")
+
+    assert "RuntimeWarning" in str(judge_seed(_numpy(Warns()), 1, MEMORY, WANTED).failure)
+    refused = judge_seed(_numpy(Refuses()), 1, MEMORY, WANTED)
+    assert (refused.refused, refused.failure, refused.results) == ("not today", None, Counter())
+
+
+def test_the_simulator_takes_turns_in_another_order_the_second_time() -> None:
+    system = systems.system("cuda-sim/unordered")
+    assert isinstance(system.kernel, CudaSimKernel) and isinstance(system.again, CudaSimKernel)
+    assert system.kernel.order != system.again.order and system.in_any_order
+    assert systems.system("numpy").again is None
+
+
 class _RoundsTooMuch(NumpyKernel):
     """Off by 20 roundings: more than the contract allows, and yet rounding could do it to any one number.
 
@@ -336,15 +446,13 @@ class _RoundsTooMuch(NumpyKernel):
     ],
 )
 def test_luck_is_rare_or_there_is_little_of_it(name: str, lucky: int, results: int, too_often: bool) -> None:
-    from tests import fuzz
-
-    told = fuzz.Report(results=Counter({name: results}), lucky=Counter({name: lucky})).too_lucky
+    told = Report(results=Counter({name: results}), lucky=Counter({name: lucky})).too_lucky
     assert told == (f"beyond the contract's limit more often than by luck: {name}" if too_often else None)
 
 
 @pytest.mark.parametrize(
     ("queries", "cases", "which", "fine"),
-    [(None, 100, {"out", "out of dense"}, set()), (1, 400, {"out of decode"}, {"out of dense", "out of packed"})],
+    [(None, 100, {"out", "out of dense"}, set()), (1, 400, {"out of one query"}, {"out of dense", "out of packed"})],
 )
 def test_what_happens_everywhere_is_no_luck(
     queries: int | None,
@@ -354,10 +462,8 @@ def test_what_happens_everywhere_is_no_luck(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Everywhere, or with one query alone, which is a small part of all calls but of decoding."""
-    from tests import fuzz
-
-    monkeypatch.setattr(fuzz.dispatch, "kernel", lambda name: _RoundsTooMuch(queries))
+    """Everywhere, or with one query alone, which is a small part of all calls."""
+    monkeypatch.setattr(systems.dispatch, "kernel", lambda name: _RoundsTooMuch(queries))
     assert fuzz.main(["--kernel", "numpy", "--cases", str(cases), "--backward-share", "0"]) == 1
     told = capsys.readouterr().out
     assert "0 failures" in told
@@ -370,26 +476,31 @@ def test_what_happens_everywhere_is_no_luck(
 _RUN = """
 import ctypes, sys, time
 from tests import fuzz
+from tests.fuzzing import workers
 from tests.fuzzing.draw import Wanted
+from tests.fuzzing.put import Put
+from tests.fuzzing.systems import System
 from tilewise.kernels.numpy import NumpyKernel
 
-fuzz.PATIENCE = 2.0
+workers.PATIENCE = 2.0
 
 class Bad(NumpyKernel):
     def forward(self, spec, q, k, v, *args):
         {mistake}
         return super().forward(spec, q, k, v, *args)
 
-report = fuzz.run(Bad(), range({seeds}), Wanted(backward_share=0.0), jobs=2)
-print(report.cases, len(report.failures), report.failures[0][1])
+put = Put("numpy", Wanted(backward_share=0.0, cache_share=0.0), make=lambda name: System("numpy", Bad()))
+report = fuzz.run(put, fuzz.blocks_of(range({seeds}), 3), jobs=2)
+print(report.cases, len(report.failures), sorted(report.seeds) == list(range({seeds})), report.failures[0][1])
 """
 
 
 def _run_bad(mistake: str, seeds: int) -> tuple[int, int, str]:
-    """How many cases were judged, how many failed besides, and how the first of those did."""
+    """How many cases were judged, how many failed, and how the first of those did. No seed is lost."""
     command = [sys.executable, "-c", _RUN.format(mistake=mistake, seeds=seeds)]
     done = subprocess.run(command, cwd=ROOT, stdout=PIPE, stderr=DEVNULL, text=True, timeout=120, check=True)
-    cases, failures, first = done.stdout.split(maxsplit=2)
+    cases, failures, complete, first = done.stdout.split(maxsplit=3)
+    assert complete == "True"
     return int(cases), int(failures), first
 
 
@@ -400,15 +511,15 @@ def test_reading_beyond_an_array_is_caught(beyond: str) -> None:
     """At its end or before its beginning: the process ends there, the seed is told, and the next one goes on."""
     cases, failures, first = _run_bad(f"ctypes.string_at({beyond}, 1)", seeds=20)
     assert "crashed: SIG" in first  # SEGV, or BUS on some systems
-    assert failures > 1
-    assert cases + failures == 20
+    assert 1 < failures < 10
+    assert cases == 20
 
 
 def test_a_hang_is_caught() -> None:
-    cases, failures, first = _run_bad("time.sleep(1000 if q.shape[2] == 1 else 0)", seeds=8)
+    cases, failures, first = _run_bad("time.sleep(1000 if q.shape[2] == 1 else 0)", seeds=12)
     assert "no answer within 2 s" in first
     assert failures >= 1
-    assert cases + failures == 8
+    assert cases == 12
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -417,30 +528,77 @@ def test_a_hang_is_caught() -> None:
 def test_a_failure_tells_how_to_see_it_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests import fuzz
-
+    """By its seed, and as the smallest question that still fails so."""
     wrong = Wrong(patch=STATE_MISTAKES["missing lse term"])
-    monkeypatch.setattr(fuzz.dispatch, "kernel", lambda name: wrong)
+    monkeypatch.setattr(systems.dispatch, "kernel", lambda name: wrong)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert fuzz.main(["--kernel", "numpy", "--cases", "60"]) == 1
+    arguments = ["--kernel", "numpy", "--cases", "60", "--shrink-seconds", "5"]
+    assert fuzz.main(arguments) == 1
     told = capsys.readouterr().out
     assert told.count("FAILED: ContractError") == fuzz.MOST_FAILURES
-    replay = next(line for line in told.splitlines() if "again:" in line).split()
-    assert replay[1] == "OMP_NUM_THREADS=1"
-    assert fuzz.main(replay[4:]) == 1
-    assert "1 cases" in capsys.readouterr().out
+    lines = [shlex.split(line) for line in told.splitlines() if line.startswith("  again:")]
+    by_seed = next(line for line in lines if "--only" in line)
+    by_question = next(line for line in lines if "--question" in line)
+    assert by_seed[1] == "OMP_NUM_THREADS=1"
+    for line in (by_seed, by_question):
+        assert fuzz.main(line[line.index("tests/fuzz.py") + 1 :]) == 1
+        assert "1 cases" in capsys.readouterr().out
+    small = read(by_question[by_question.index("--question") + 1])
+    assert small.q.values.size * small.k.values.size <= 2
+    monkeypatch.undo()
+    assert fuzz.main(["--kernel", "numpy", "--question", written(small)]) == 0
+
+
+def test_what_failed_once_only_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever a process has kept, another has not."""
+    from tests.fuzzing.failures import Failures
+
+    Failures(Put("numpy", WANTED), 5.0).tell([(3, "ContractError: out is off")])
+    assert "it does not fail when it is asked alone" in capsys.readouterr().out
+
+
+def test_the_question_of_a_seed_is_found_without_a_kernel() -> None:
+    """The same that its process put: of seeds whose first draw could not be judged too."""
+    seen: list[tuple[tuple[int, ...], str]] = []
+
+    class Notes(NumpyKernel):
+        def forward(self, spec: Attention, q: Any, *args: Any) -> Partial:
+            seen.append((q.shape, repr(spec.score)))
+            return super().forward(spec, q, *args)
+
+    redrawn = 0
+    wanted = Wanted(shapes=1, backward_share=0.0, cache_share=0.0)
+    for seed in range(40):
+        seen.clear()
+        redrawn += judge_seed(_numpy(Notes()), seed, MEMORY, wanted).redrawn.total()
+        question = question_of(seed, wanted)
+        assert isinstance(question, Question) and question.q.values.shape[3] == seen[0][0][3]
+        MEMORY.clear()
+        assert repr(ask(question, MEMORY, "cpu").call.spec.score) == seen[0][1]
+    assert redrawn > 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--kernel", "none"], "--kernel"),
+        (["--kernel", "auto"], "expected the name of one kernel system, got 'auto'"),
+        (["--long", "cudas"], "expected all or one of cpu"),
+        ([], "one of the arguments --kernel --long --left --merge --tell is required"),
         (["--kernel", "numpy", "--cases", "0"], "--cases: expected a whole number of at least 1, got '0'"),
         (["--kernel", "numpy", "--jobs", "two"], "--jobs: expected a whole number of at least 1, got 'two'"),
         (["--kernel", "numpy", "--backward-share", "2"], "--backward-share: expected a number from 0 to 1, got '2'"),
     ],
 )
-def test_bad_arguments(arguments: list[str], told: str) -> None:
-    done = _fuzz(*arguments)
-    assert done.returncode == 2
-    assert told in done.stderr
+def test_bad_arguments(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        fuzz.main(arguments)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_troubles_are_failures() -> None:
+    report = Report()
+    report.add(4, Trouble("crashed: SIGSEGV"))
+    report.add(5, Verdict("float32", "dense", ("full",), results=Counter(out=1)))
+    assert report.failures == [(4, "crashed: SIGSEGV")] and (report.cases, report.answered) == (2, 1)

@@ -43,6 +43,19 @@ def test_what_fails_and_what_does_not_end(tmp_path: Path, capsys: pytest.Capture
     assert "endless: did not end" in told and "7 cases in 1 s" in told
 
 
+def test_every_system_of_gpus_gets_random_calls() -> None:
+    """Those that long runs are wanted of, but for rungs of one that is there; the slowest to compile get the fewest."""
+    from tests.fuzzing.systems import TARGETS, check_name
+
+    kernels = {kernel for kernel, _ in prove_gpu.FUZZED.values()}
+    for kernel in kernels:
+        check_name(kernel)
+    assert {name for name in TARGETS if name.startswith(("cuda/un", "tilelang", "cute"))} - {"tilelang-c"} <= kernels
+    commands = {x.name: x.command for x in prove_gpu.random_calls(jobs=4, cases=2000, seed=9)}
+    assert commands["fuzz-cuda"][-6:] == ("--seed", "9", "--cases", "2000", "--jobs", "4")
+    assert commands["fuzz-cute"][-3] == "100"
+
+
 def test_the_lines_that_count() -> None:
     log = "....F.\nE   ValueError: no\nFAILED tests/x.py::y\n===== 1 failed, 5 passed in 3 s =====\nnothing\n"
     assert prove_gpu.told(log) == [
@@ -74,7 +87,7 @@ def test_sanitizers_look_at_tests_that_there_are() -> None:
 # -- proof.json -------------------------------------------------------------------------------------------------------
 
 FUZZ = """FAILED: out is off
-  again: python tests/fuzz.py --kernel cuda --only 1234 --backward-share 0.3 --half-share 0.5 --pool 72
+  again: python tests/fuzz.py --kernel cuda --only 1234 --backward-share 0.3 --half-share 0.5 --shapes 20
 
 2,000 cases in 301 s (7 a second), 1 failures
   forward 2,000, backward as well 612
@@ -120,7 +133,7 @@ def test_logs_in_numbers(name: str) -> None:
 
 def test_a_real_summary_of_the_fuzz_is_understood() -> None:
     """Sample logs grow old; the report does not."""
-    from tests.fuzz import Report
+    from tests.fuzzing.report import Report
 
     report = Report(cases=12_345, worst=(0.25, 99), failures=[(7, "off")])
     found = proof.counts(report.summary())["fuzz"]
@@ -201,12 +214,12 @@ def test_some_proofs_by_name(
     monkeypatch.setattr(prove_gpu, "run", run)
     monkeypatch.setattr(prove_gpu.shutil, "which", lambda name: name)
     assert prove_gpu.main([str(tmp_path), "--only", "tests", "memcheck", "fuzz-cuda"]) == 0
-    assert ran == [["tests", "memcheck"], ["fuzz-cuda"], []]
-    assert json.loads((tmp_path / "proof.json").read_text())["missing"][-1] == "fuzz-triton"
+    assert ran == [["tests", "memcheck"], ["fuzz-cuda"], *[[]] * (len(prove_gpu.FUZZED) - 1)]
+    assert json.loads((tmp_path / "proof.json").read_text())["missing"][-1] == "fuzz-cute"
     ran.clear()
     monkeypatch.setattr(prove_gpu.shutil, "which", lambda name: None)
     assert prove_gpu.main([str(tmp_path)]) == 0
-    assert ran == [["tests"], ["fuzz-cuda"], ["fuzz-triton"]]
+    assert ran == [["tests"], *([name] for name in prove_gpu.FUZZED)]
     assert "its tools are left out" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         prove_gpu.main([str(tmp_path), "--only", "nothing"])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.compositions import Compositions
+from tests.compositions import composed
 from tests.conformance.test_conformance import COMPILED, GPU_RUNGS, SYSTEMS
 from tests.fuzzing.dice import Dice
 from tilewise import arrays, dispatch, validate
@@ -24,8 +23,7 @@ from tilewise.contract import (
     on_host,
 )
 from tilewise.dispatch import Kernel
-from tilewise.expr import Loaded
-from tilewise.spec import Tile
+from tilewise.spec import Shape, Tile
 from tilewise.validate import Call
 
 # Forward passes walk several tiles of keys, backward passes of Hopper two of 128.
@@ -38,10 +36,9 @@ def _call(seed: int) -> Call:
     dice = Dice(seed)
     n_q, n_k = SIZES if seed % 2 else (SIZES[1], SIZES[1])
     q, k, v = (arrays.narrow(dice.normal((1, heads, n, 16)), "float16") for heads, n in ((4, n_q), (2, n_k), (2, n_k)))
-    line = dice.normal((dice.between(3, 60),)).astype(np.float32)
-    table = Loaded(line, grad=seed % 4 == 3)  # not every system sums up gradients of what forms other than Q - K index
-    drawn = Compositions(dice.below, lambda: table)
-    return validate.prepare(q, k, v, mask=drawn.mask(), score=drawn.score())
+    # Not every system sums up gradients of what forms other than Q - K index.
+    mask, score = composed(seed, Shape(1, 4, 2, n_q, n_k, 16, 16), gradients=seed % 4 == 3)
+    return validate.prepare(q, k, v, mask=mask, score=score)
 
 
 def _seeds(name: str, quick: tuple[int, ...]) -> list[Any]:
@@ -85,12 +82,12 @@ def _check_backward(name: str, seed: int, device: str = "cpu") -> None:
     check_results(expected_backward(host, *pulled), {what: on_host(x) for what, x in done.items()})
 
 
-@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, *COMPILED) for x in _seeds(name, (5, 12))])
+@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, *COMPILED) for x in _seeds(name, (12, 14))])
 def test_forward(name: str, seed: int) -> None:
     _check_forward(name, seed)
 
 
-@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, COMPILED[0]) for x in _seeds(name, (15,))])
+@pytest.mark.parametrize(("name", "seed"), [x for name in (*SYSTEMS, COMPILED[0]) for x in _seeds(name, (3, 19))])
 def test_backward(name: str, seed: int) -> None:
     _check_backward(name, seed)
 

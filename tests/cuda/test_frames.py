@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.compositions import Compositions
-from tests.cuda.test_ops import _values, needs_compiler, numpy_values
-from tests.fuzzing.dice import Dice
+from tests.compositions import composed, drawn
+from tests.cuda.test_ops import SHAPE, _values, needs_compiler, numpy_values
 from tilewise import arrays, dispatch, validate
 from tilewise.contract import (
     backward_results,
@@ -73,20 +73,13 @@ def test_gradients_of_a_bound_that_is_the_start_of_a_float(kernel: str, name: st
     check_results(expected_backward(call, *pulled), backward_results(done))
 
 
-def _composed(seed: int) -> tuple[Expr, Expr]:
-    dice = Dice(seed)
-    table = Loaded(dice.normal((dice.between(3, 40),)).astype(np.float32))
-    drawn = Compositions(dice.below, lambda: table)
-    return drawn.mask(), drawn.score()
-
-
 @needs_compiler
 @pytest.mark.parametrize(
     "seeds", [range(10), *(pytest.param(range(n, n + 10), marks=pytest.mark.slow) for n in range(10, 100, 10))], ids=str
 )
 def test_compositions_are_numpys(seeds: range) -> None:
     for seed in seeds:
-        mask, score = _composed(seed)
+        mask, score = composed(seed, SHAPE)
         s, scores, conditions = _values(mask, score)
         assert np.array_equal(conditions, numpy_values(mask, s)), f"seed {seed}: {mask!r}"
         np.testing.assert_allclose(
@@ -98,6 +91,9 @@ def test_compositions_are_numpys(seeds: range) -> None:
 
 _FIELD = re.compile(r"^    ([\w<>]+) (\w+(?:, \w+)*);$", re.MULTILINE)
 _ASSIGNED = re.compile(r"[^=<>!]=[^=]")
+_BOUND = re.compile(r"key\.column [<>]=? (?:row\.)?(\w+)")
+_START = re.compile(r"\b(?:row\.)?(\w+) [+-] float\(key\.column\)")
+DRAWN = 1200
 
 
 def _fields(text: str) -> dict[str, dict[str, str]]:
@@ -108,15 +104,49 @@ def _fields(text: str) -> dict[str, dict[str, str]]:
     }
 
 
+def _text(mask: Expr | None, score: Expr | None) -> str:
+    return variant(mask, score, score_slopes(Attention(1.0, mask, score))[S]).text
+
+
+def _mixed(text: str) -> set[str]:
+    """Names that are a bound of a mask's tile and what a score's float starts from."""
+    return {*_BOUND.findall(text)} & {*_START.findall(text)}
+
+
+def test_no_name_is_both_a_bound_and_a_start() -> None:
+    """Of all that the fuzz draws; among it are bounds of the very sum that a float starts from."""
+    shared = 0
+    for seed in range(DRAWN):
+        text = _text(*drawn(seed, SHAPE))
+        assert _mixed(text) == set(), f"seed {seed}:\n{text}"
+        fields = _fields(text)["RowInTile"]
+        assert all(fields[name] == "int" for name in _BOUND.findall(text))
+        assert all(fields[name] == "float" for name in _START.findall(text))
+        bounds = re.findall(r"[{,] (row\.r\d+ - first_key)", text)
+        shared += any(f"float({bound})" in text for bound in bounds)
+    assert shared > DRAWN / 50
+
+
+def test_a_name_that_is_both_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generator that takes what a tile made of a row's value for any use, as one did."""
+    moved = ops._Writer.moved
+
+    def mistaken(self: Any, value: Term, frame: Frame, type_: str = "int") -> Term:
+        return replace(moved(self, value, Frame.FROM_FIRST_KEY), type=type_, frame=frame)
+
+    monkeypatch.setattr(ops._Writer, "moved", mistaken)
+    assert len(_mixed(_text(*SHARED["K <= Q"]))) == 1
+    assert sum(bool(_mixed(_text(*drawn(seed, SHAPE)))) for seed in range(200)) > 5
+
+
 def test_no_name_is_used_in_two_frames() -> None:
     """A name is a field of one struct, and nothing is assigned to it after it was made."""
     for seed in range(300):
-        mask, score = _composed(seed)
-        text = variant(mask, score, score_slopes(Attention(1.0, mask, score))[S]).text
+        text = _text(*drawn(seed, SHAPE))
         fields = _fields(text)
         assert set(fields) == {"Head", "Row", "Key", "RowInTile", "Near"}
         assert max(Counter(x for found in fields.values() for x in found).values()) == 1, text
-        assert {struct for struct, found in fields.items() if any(x.startswith("t") for x in found)} == {"RowInTile"}
+        assert {name for name, found in fields.items() if any(x.startswith("t") for x in found)} <= {"RowInTile"}
         assigned = [line.strip() for line in text.splitlines() if _ASSIGNED.search(line)]
         assert all(line.startswith("const") for line in assigned), assigned
 

@@ -210,3 +210,14 @@ def test_more_bounds_than_constants_have_room() -> None:
     assert len(variant(mask, None).constants) == MAX_CONSTANTS
     s, _, conditions = _values(mask, None)
     assert np.array_equal(conditions, numpy_values(mask, s))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", ["cuda-sim/naive", "cuda-sim/tiled"])
+def test_a_table_between_two_addresses_is_read_as_it_lies(kernel: str) -> None:
+    """It is copied, in another order than the caller's: the source must be made for the copy."""
+    table = np.zeros(64, np.uint8)[2:26].view(np.float32).reshape(3, 2).T
+    table[...] = [[1, 2, 3], [4, 5, 6]]
+    q, k = np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 1, 3, 8), np.float32)
+    _, lse = tw.attention(q, k, k, score=load(table, Q, K), kernel=kernel, return_lse=True)
+    np.testing.assert_allclose(lse[0, 0], np.log(np.exp(table).sum(axis=1)), rtol=1e-6)

@@ -3,6 +3,8 @@
 python -m tests.cute.prebuild FOLDER --arch sm_90a          here, in some minutes
 TILEWISE_CUTE_KERNELS=FOLDER pytest -m gpu -k cute          there, with apache-tvm-ffi alone
 
+--fuzz 1000 compiles what so many random calls take instead: tests/fuzz.py --kernel cute --cases 1000
+
 With TILEWISE_EVERY_LANE=1 they are those that racecheck understands: every_lane.py.
 """
 
@@ -12,7 +14,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
@@ -23,6 +25,11 @@ import torch
 import tilewise as tw
 from tests.cute import every_lane
 from tests.cute.simulated import biased
+from tests.fuzzing import systems
+from tests.fuzzing.asking import ask
+from tests.fuzzing.memory import Memory
+from tests.fuzzing.put import question_of
+from tests.fuzzing.question import Question
 from tilewise import arrays, validate
 from tilewise.cases import Case, conformance
 from tilewise.cli import demo
@@ -65,13 +72,23 @@ def calls() -> Iterator[Call]:
     yield validate.prepare(heavy.float(), heavy.float(), heavy.float(), mask=tw.window(256))
 
 
+def fuzzed_calls(count: int) -> Iterator[Call]:
+    """Of the fuzz, on tensors that lie as they will on a GPU. Decoding's are of lengths that it finds by itself."""
+    wanted, memory = systems.wanted("cute"), Memory()
+    for seed in range(count):
+        question = question_of(seed, wanted)
+        if isinstance(question, Question) and question.cache is None:
+            memory.clear()
+            yield ask(question, memory, "cpu:0").call
+
+
 def call_of(x: torch.Tensor, causal: bool) -> Call:
     return validate.prepare(x, x, x, causal=causal)
 
 
-def kernels(capability: tuple[int, int]) -> list[Wanted]:
+def kernels_of(calls: Iterable[Call], capability: tuple[int, int]) -> dict[Wanted, None]:
     found: dict[Wanted, None] = {}
-    for call in calls():
+    for call in calls:
         shape = replace(call.shape, device="cuda:0")
         q, k, v = (_as_on_a_gpu(x) for x in (call.q, call.k, call.v))
         out = torch.empty_strided(*arrays.stored_as(q, v), dtype=q.dtype)
@@ -85,6 +102,11 @@ def kernels(capability: tuple[int, int]) -> list[Wanted]:
                     found[kernel_of(rung, spec, call.shape, aligned)] = None
         if has_gradients:
             found[kernel_of(backward_rung(call.spec, call.shape), call.spec, call.shape)] = None
+    return found
+
+
+def kernels(capability: tuple[int, int]) -> list[Wanted]:
+    found = kernels_of(calls(), capability)
     for call in (biased(*given) for given in BIASED.values()):
         found[kernel_of(RUNGS["forward_sm90"], call.spec, call.shape)] = None
     scaled = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)
@@ -118,11 +140,13 @@ def main() -> int:
     parser.add_argument("folder")
     parser.add_argument("--arch", default="sm_90a")
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--fuzz", type=int, metavar="N", help="the kernels of so many random calls, not of the tests")
     options = parser.parse_args()
     capability = _capability(options.arch)
     arch = architecture(capability)
     os.environ.setdefault("CUTE_DSL_ARCH", arch)
-    wanted, spilling = kernels(capability), 0
+    fuzzed = options.fuzz and list(kernels_of(fuzzed_calls(options.fuzz), capability))
+    wanted, spilling = fuzzed or kernels(capability), 0
     with every_lane.installed(), ProcessPoolExecutor(options.jobs) as pool:
         made = pool.map(_build, wanted, [arch] * len(wanted), [options.folder] * len(wanted))
         for i, (kernel, (taken, seconds)) in enumerate(zip(wanted, made, strict=True), start=1):

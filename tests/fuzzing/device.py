@@ -9,18 +9,12 @@ import numpy as np
 
 from tilewise import arrays
 from tilewise.arrays import Array
-from tilewise.contract import on_device
-from tilewise.validate import Call
 
 AROUND = 1024  # bytes before and after an array; all of them 0xff, which is NaN in every float type
 
 
-def placed_on(device: str, call: Call) -> Call:
-    return on_device(call, device, _placed)
-
-
 def placed(x: Array, device: str) -> Any:
-    """One array more, as those of the call."""
+    """The array there, or as it is on "cpu"."""
     return x if device == "cpu" else _placed(x, device)
 
 

@@ -1,4 +1,4 @@
-"""Arrays in hostile places: any strides, at an offset, up against a page that must not be touched.
+"""Arrays in hostile places: any strides, at an offset, up against a page that must not be touched, NaN all around.
 
 A kernel that reads or writes beyond an array crashes here, instead of going unnoticed.
 """
@@ -12,18 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.fuzzing.dice import Dice
+from tests.fuzzing.question import Given, Layout
 from tilewise import arrays
 from tilewise.arrays import Array
 
 ROOM = 1 << 20  # bytes between two guard pages; larger arrays are allocated as usual
 ROOMS = 24
+AROUND = 256  # bytes beside an array in a room; all of them 0xff, which is NaN in every float type
 PROT_NONE = 0  # which the mmap module does not name
-LAYOUTS = {
-    "plain": 4, "heads inside": 3, "sliced": 2, "reversed": 1, "one batch for all": 1, "one head for all": 1,
-    "one row for all": 0.3, "odd steps": 0.3,
-}  # fmt: skip
-ALIGNED_LAYOUTS = {"plain": 4, "heads inside": 3, "padded": 2}
 
 
 class Memory:
@@ -41,6 +37,7 @@ class Memory:
 
     def clear(self) -> None:
         self.used: list[Array] = []
+        self._taken = 0
 
     def _forbid(self, offset: int) -> None:
         """Any access to this page ends the process from now on."""
@@ -48,77 +45,46 @@ class Memory:
         if sys.platform != "win32" and ctypes.CDLL(None, use_errno=True).mprotect(address, size, PROT_NONE):
             raise OSError(ctypes.get_errno(), "mprotect failed")
 
-    def keep(self, values: Array, dice: Dice, aligned: bool = False) -> Array:
-        """A copy of these values that ends, or begins, where a guard page begins, or ends.
+    def place(self, given: Given) -> Array:
+        """The array, lying as its layout says."""
+        layout, values = given.layout, arrays.narrow(np.asarray(given.values), given.dtype)
+        held = values[tuple(slice(0, 1) if axis in layout.expanded else slice(None) for axis in range(values.ndim))]
+        placed = np.broadcast_to(self._strided(held, layout), values.shape)
+        placed.flags.writeable = layout.writeable and not layout.expanded
+        self.used.append(placed)
+        return placed
 
-        aligned: what has a multiple of 16 bytes begins at one.
-        """
-        free = len(self.used) < ROOMS and 0 < values.nbytes < ROOM
-        if not free or dice.chance(0.3):
-            kept = np.array(values)
+    def _strided(self, values: Array, layout: Layout) -> Array:
+        order = layout.order or tuple(range(values.ndim))
+        steps = layout.step or (1,) * values.ndim
+        sizes = [max((values.shape[axis] - 1) * steps[axis] + 1, 0) for axis in order]
+        stored = self._rows(sizes, values.dtype, layout).transpose(np.argsort(order))
+        stored = stored[(*(slice(None, None, step) for step in steps), ...)]
+        stored = stored[(*(slice(None, None, -1 if i in layout.reversed else 1) for i in range(values.ndim)), ...)]
+        stored[...] = values
+        return stored
+
+    def _rows(self, sizes: list[int], dtype: np.dtype[Any], layout: Layout) -> Array:
+        """Numbers of these sizes, some bytes after each row; all of them NaN."""
+        if not sizes or not layout.padding:
+            return self._room(sizes, dtype, layout)
+        row = np.dtype([("numbers", dtype, sizes[-1:]), ("padding", np.uint8, (layout.padding,))])
+        made: Array = self._room(sizes[:-1], row, layout)["numbers"]
+        return made
+
+    def _room(self, sizes: list[int], dtype: np.dtype[Any], layout: Layout) -> Array:
+        """An array of these sizes in their order, at the place that the layout asks for."""
+        count = int(np.prod(sizes, dtype=np.int64)) * dtype.itemsize
+        if layout.at_page and 0 < count < ROOM - 16 and self._taken < ROOMS:
+            room = self._rooms[self._taken]
+            self._taken += 1
+            start = room + ROOM - count - layout.aside if layout.at_page == "end" else room + layout.aside
+            self._bytes[max(start - AROUND, room) : min(start + count + AROUND, room + ROOM)] = 0xFF
+            place = self._bytes
         else:
-            room = self._rooms[len(self.used)]
-            # At times an address that no number of several bytes belongs at.
-            aside = 1 if not aligned and dice.chance(0.03) else 0
-            start = room + ROOM - values.nbytes - aside if dice.chance(0.7) else room + aside
-            kept = self._bytes[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
-            kept[...] = values
-        self.used.append(kept)
-        return kept
-
-
-def store(values: Array, dtype: str, memory: Memory, dice: Dice, aligned: bool = False) -> Array:
-    return memory.keep(arrays.narrow(values, dtype), dice, aligned)
-
-
-def laid_out(values: Array, dtype: str, memory: Memory, dice: Dice, aligned: bool = False) -> Array:
-    """(batch, heads, n, d) values stored in a type, in any layout whose last dimension is contiguous.
-
-    aligned: in one that TMA can load, if a row has a multiple of 16 bytes.
-    """
-    layout = dice.weighted(ALIGNED_LAYOUTS if aligned else LAYOUTS)
-    if layout == "heads inside":
-        return store(values.swapaxes(1, 2), dtype, memory, dice, aligned).swapaxes(1, 2)
-    if layout == "padded":
-        b, h, n, d = values.shape
-        larger = np.full((b + 1, h + 1, n + 1, d + 24), np.nan)
-        larger[1:, :h, :n, 16 : 16 + d] = values
-        return store(larger, dtype, memory, dice, aligned)[1:, :h, :n, 16 : 16 + d]
-    if layout == "sliced":
-        b, h, n, d = values.shape
-        larger = np.full((b + 1, h + 1, 2 * n + 1, d + 3), np.nan)  # not even 0 times what lies between is 0
-        larger[1:, :h, : 2 * n : 2, 1 : 1 + d] = values
-        return store(larger, dtype, memory, dice)[1:, :h, : 2 * n : 2, 1 : 1 + d]
-    if layout == "reversed":
-        stored = store(values, dtype, memory, dice)
-        return stored[dice.one_of([np.s_[::-1], np.s_[:, ::-1], np.s_[:, :, ::-1], np.s_[::-1, ::-1, ::-1]])]
-    if layout == "plain":
-        return store(values, dtype, memory, dice, aligned)
-    if layout == "odd steps":  # rows of records: a byte more than their numbers take
-        stored = arrays.narrow(values, dtype)
-        row = np.dtype([("numbers", stored.dtype, values.shape[3:]), ("more", np.uint8)])
-        records = np.zeros(values.shape[:3], row)
-        records["numbers"] = stored
-        return memory.keep(records, dice)["numbers"]
-    axis = {"one batch for all": 0, "one head for all": 1, "one row for all": 2}[layout]
-    first = values[(slice(None),) * axis + (slice(0, 1),)]
-    return np.broadcast_to(store(first, dtype, memory, dice), values.shape)
-
-
-def any_strides(values: Array, dtype: str, memory: Memory, dice: Dice) -> Array:
-    """Values of any rank in any layout at all, as a table or a gradient may come."""
-    layout = dice.weighted({"plain": 5, "transposed": 1, "reversed": 1, "every other": 1, "read-only": 1})
-    if layout == "transposed":
-        return store(values.T, dtype, memory, dice).T
-    if layout == "reversed":
-        return store(values, dtype, memory, dice)[(slice(None, None, -1),) * values.ndim]
-    if layout == "every other" and values.ndim:
-        apart = np.repeat(values, 2, axis=-1)
-        return store(apart, dtype, memory, dice)[..., ::2]
-    stored = store(values, dtype, memory, dice)
-    if layout == "read-only":
-        stored.flags.writeable = False
-    return stored
+            place = np.full(count + 32, 0xFF, np.uint8)
+            start = -place.ctypes.data % 16 + layout.aside
+        return place[start : start + count].view(dtype).reshape(sizes)
 
 
 def bits(x: Any) -> bytes:

@@ -20,15 +20,17 @@ class Layout:
     """How an array lies in memory. The default is contiguous, and begins where the allocator puts it.
 
     order: the axes from the slowest to the fastest; () is as they are. step: every how manieth number of each axis is
-    the array's (1, or 2: others lie between). reversed: axes that run backwards. expanded: axes of stride 0, along
-    which all numbers are the same. aside: bytes after an address that is a multiple of 16. at_page: it ends, or
-    begins, where a page lies that nobody may touch.
+    the array's (1; 2 or 3: others lie between); () is 1 for all. reversed: axes that run backwards. expanded: axes of
+    stride 0, along which all numbers are the same. padding: bytes after each row of the fastest axis, 0 for none; an
+    odd number gives strides that are no multiple of a number's size. aside: bytes after an address that is a multiple
+    of 16. at_page: it ends, or begins, where a page lies that nobody may touch.
     """
 
     order: tuple[int, ...] = ()
     step: tuple[int, ...] = ()
     reversed: tuple[int, ...] = ()
     expanded: tuple[int, ...] = ()
+    padding: int = 0
     aside: int = 0
     at_page: str = ""  # "", "end" or "begin"
     writeable: bool = True
@@ -58,6 +60,8 @@ class Question:
 
     q, k, v: (batch, heads, n, d), also of packed sequences (a batch of one) and of a cache (n is its capacity).
     mask, score: texts in the language of `tilewise.parse`; a0, a1 ... name `arrays`, in both texts the same ones.
+    mask_as_written, score_as_written: texts that say the same by constructors ("causal() & window(3, 1)"), which the
+    judge need not know. If there, the call is made with them; arrays that only the definitions read are not in them.
     """
 
     q: Given
@@ -66,6 +70,8 @@ class Question:
     scale: float
     mask: str | None = None
     score: str | None = None
+    mask_as_written: str | None = None
+    score_as_written: str | None = None
     arrays: tuple[Given, ...] = ()
     sinks: Given | None = None
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # packed: cumulative, of queries and of keys
@@ -87,12 +93,17 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class LinearQuestion:
-    """One linear attention; see tilewise.linear_attention. feature: text over S."""
+    """One linear attention; see tilewise.linear_attention. q, k, v: (batch, heads, n, d), a batch of one if packed.
+
+    feature: text over S; feature_as_written: the name of that feature map, if the call is to be made with it. decay:
+    logs, of shape () (a number), (key heads,) or (batch, key heads, n). state, d_state: kv, z and log_decay.
+    """
 
     q: Given
     k: Given
     v: Given
     feature: str = "S"
+    feature_as_written: str | None = None
     causal: bool = True
     normalize: bool = True
     scale: float = 1.0

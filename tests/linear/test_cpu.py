@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
+from tilewise.contract import check_results
 from tilewise.kernels.cpu import library
 from tilewise.linear import contract, dispatch
 from tilewise.linear.cases import CASES, LinearCase
@@ -69,3 +70,15 @@ def test_any_strides() -> None:
     q, k, v = rng.standard_normal((3, 2, 50, 3, 24)).astype(np.float32)[..., :20].swapaxes(2, 3)
     want = tw.linear_attention(*map(np.ascontiguousarray, (q, k, v)), kernel="cpu")
     np.testing.assert_array_equal(tw.linear_attention(q, k, v, kernel="cpu"), want)
+
+
+def test_states_of_any_strides() -> None:
+    """In Fortran order, as a transposed state is: the state before the first key, and a gradient of the one after."""
+    case = next(case for case in CASES if case.name == "decay by head")
+    problem, kernel = case.problem(), dispatch.kernel("cpu")
+    d_out, d_state = contract.gradients_to_pull(problem)
+    given = replace(problem, initial=problem.initial.map(np.asfortranarray))  # type: ignore[union-attr]
+    done = kernel.forward(given)
+    grads = kernel.backward(given, done, d_out, d_state.map(np.asfortranarray))
+    got = {**contract.forward_results(done), **contract.backward_results(grads)}
+    check_results(contract.expected_of(problem), got)

@@ -122,9 +122,9 @@ def with_ones(v: Array) -> Array:
 
 
 def extended_state(state: LinearState, dtype: npt.DTypeLike) -> Array:
-    """kv with z as its last column."""
+    """kv with z as its last column, side by side however the caller's lie: the engine counts on it."""
     kv, z = (arrays.widen(arrays.as_numpy(x), dtype) for x in (state.kv, state.z))
-    return np.concatenate([kv, z[..., None]], axis=-1)
+    return np.ascontiguousarray(np.concatenate([kv, z[..., None]], axis=-1))
 
 
 def split(extended: Array) -> tuple[Array, Array]:

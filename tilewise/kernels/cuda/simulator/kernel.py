@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from tilewise import arrays
 from tilewise.arrays import Array
 from tilewise.derivative import score_slopes
-from tilewise.expr import Expr, Loaded, S
+from tilewise.expr import Expr, Loaded, S, with_arrays
 from tilewise.kernels import host
 from tilewise.kernels.cuda import marshal, marshal_backward, simulator, structs, support
 from tilewise.kernels.cuda.array_gradients import gradients
@@ -71,7 +72,7 @@ def _forward(
     spec: Attention, q: Array, k: Array, v: Array, named: Rung | None, tile: Tile | None, order: Order, seed: int,
     trace: list[Event] | None,
 ) -> Partial:  # fmt: skip
-    shape = Shape.of(spec, q, k, v)
+    spec, shape = _with_walkable(spec), Shape.of(spec, q, k, v)
     stored = np.dtype(np.float32) if spec.wide_out else q.dtype
     # As q lies, so that a caller's layout goes on.
     out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), dtype=stored)
@@ -88,10 +89,10 @@ def _forward(
     blocks = marshal.blocks(shape, tables)
     if blocks == 0:
         return Partial(out, lse, remainder)
-    begins = [int(_walkable(arrays.as_numpy(slot.array)).ctypes.data) for slot in spec.loaded]
+    begins = [int(slot.array.ctypes.data) for slot in spec.loaded]
     text, slots = assembled(rung, spec, shape, tile, simulator.headers(), all(at % 16 == 0 for at in begins))
     sinks = None if spec.sinks is None else _walkable(arrays.as_numpy(spec.sinks))
-    loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
+    loaded = [slot.array for slot in slots]
     loaded_views = [View.of_numpy(x) for x in loaded]
     params = marshal.params(
         spec, shape, tables, int(tables.numbers.ctypes.data), views,
@@ -115,6 +116,7 @@ def _backward(
 
     Those serve `forward_sm90` too where a wide gradient of the output makes all float32.
     """
+    spec = _with_walkable(spec)
     dtype = arrays.dtype_name(q) if arrays.dtype_name(d_out) == arrays.dtype_name(q) else "float32"  # nothing is lost
     given = {"q": q, "k": k, "v": v, "out": saved.out, "d_out": d_out}
     given |= {} if saved.remainder is None else {"remainder": saved.remainder}
@@ -220,10 +222,10 @@ def _backward_of(
     """A kernel's source and its Backward; and the arrays that it reads, to be held until it ran. slope: by S, unless
     told. copied: whether the copy engine may bring what it reads."""
     slope = score_slopes(spec)[S] if slope is None else slope
-    begins = [int(_walkable(arrays.as_numpy(slot.array)).ctypes.data) for slot in spec.loaded]
+    begins = [int(slot.array.ctypes.data) for slot in spec.loaded]
     copied = copied and all(at % 16 == 0 for at in begins)
     text, slots = assembled(rung, spec, shape, tile, simulator.headers(), copied, slope)
-    loaded = [_walkable(arrays.as_numpy(slot.array)) for slot in slots]
+    loaded = [slot.array for slot in slots]
     operands = {name: views[name] for name in ("q", "k", "v", "out", "lse")}
     at, loaded_views = int(tables.numbers.ctypes.data), [View.of_numpy(x) for x in loaded]
     call = marshal.params(spec, shape, tables, at, operands, None, loaded_views, text.constants)
@@ -240,6 +242,16 @@ def _launch(text: Source, params: Any, blocks: int, order: Order, seed: int, tra
 def _rows(x: Array) -> Array:
     """Numbers of a row side by side."""
     return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+
+
+def _with_walkable(spec: Attention) -> Attention:
+    """The same over arrays that pointers can walk: source texts, made by how these lie, then fit the copies too."""
+    copies = {id(slot.array): _walkable(arrays.as_numpy(slot.array)) for slot in spec.loaded}
+    if all(copies[id(slot.array)] is slot.array for slot in spec.loaded):
+        return spec
+    mask, score = (None if x is None else with_arrays(x, lambda slot: copies[id(slot.array)]) for x in (
+        spec.mask, spec.score))  # fmt: skip
+    return replace(spec, mask=mask, score=score)
 
 
 def _walkable(x: Array) -> Array:
