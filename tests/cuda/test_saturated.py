@@ -68,12 +68,13 @@ def _with_every_maximum(call: Call, dtype: str) -> Array:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("scale", [4.0, 12.0])
 def test_out_is_nearly_as_good_as_with_every_maximum(scale: float, causal: bool, dtype: str) -> None:
-    """Though the heaviest weight is found late, by speculation, and is narrowed: the sum that acc is divided by has it as
-    it was multiplied, and where it is about half of its row, the rest is multiplied alike."""
-    call = _scaled(scale, **({"n": 512} if causal else {"n": 4096, "n_q": 256}), dtype=dtype, causal=causal)
+    """Though speculation finds the heaviest weight late, and narrowing changes it: the sum that acc is divided by has
+    it as it was multiplied, and where it is about half of its row, the rest is multiplied alike."""
+    n, n_q = (512, 512) if causal else (4096, 256)
+    call = _scaled(scale, n, dtype=dtype, n_q=n_q, causal=causal)
     exact = reference.forward(call.spec, call.q, call.k, call.v)
     done = CudaSimKernel("forward_sm90").forward(call.spec, call.q, call.k, call.v)
-    assert _error(_wide(done.out), exact.out) < 1.1 * _error(_with_every_maximum(call, dtype), exact.out)
+    assert _error(_wide(done.out), exact.out) < 1.07 * _error(_with_every_maximum(call, dtype), exact.out)
     np.testing.assert_allclose(done.lse, exact.lse, atol=2e-5)
 
 
