@@ -14,7 +14,8 @@ constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
 constexpr float HEAVY = 0.375f;
 // A row's first keys under a mask may be few, and then the next tile's sums say little: so much more is let pass.
 constexpr float LENIENCE = 16;
-// Narrowing one weight may turn out so far to its v, or away from it, in parts of a row: a fifth of the most that it can.
+// How far narrowing one weight may turn out to its v or away from it, for good: a fifth of the largest rounding, of which a
+// weight of half of its row has a quarter.
 constexpr float MOST_TURNED = 0.2f * (IsBFloat<Element>::value ? 0x1p-9f : 0x1p-12f);
 constexpr float FAR_BELOW = 0x1p-80f;
 constexpr int FAR_LANES = 7;  // of a warp: scores of 64 times the usual size have as many, those of 32 times hardly ever
@@ -201,7 +202,7 @@ template <int KEYS> struct Softmax {
         for (int half = 0; half < 2; half++) follow(half, largest_of_quad(turning[half]), sums[half], rescale[half]);
         return true;
     }
-    // A weight of about half of its row: what the row had is multiplied as narrowing multiplied the weight, so that their
+    // A new weight of about half of its row: what the row had is multiplied as narrowing multiplied the weight, so that their
     // ratio is right. The tile's other weights stay, off by no more than their own narrowing; later ones follow row_max.
     __device__ __forceinline__ void follow(int half, float heaviest, float sum, float& rescale) {
         const float narrowed = widen(narrow<Element>(heaviest)) * reciprocal_approximate(heaviest), before = row_max[half];
