@@ -57,11 +57,14 @@ def test_a_row_of_one_key_has_its_value(key: int, first: float, dtype: str) -> N
 
 
 def _with_every_maximum(call: Call, dtype: str) -> Array:
-    """What narrowing leaves of an online softmax whose heaviest weight is 1, so that it alone is not rounded."""
+    """What narrowing leaves of an online softmax, whose tiles have weights as parts of the largest so far."""
     weights = reference.weights(call.spec, call.q, call.k, np.arange(call.shape.n_q))
-    weights /= weights.max(-1, keepdims=True)
-    narrowed = _wide(arrays.narrow(weights, dtype))
-    return _wide(arrays.narrow(narrowed @ _wide(call.v) / weights.sum(-1, keepdims=True), dtype))
+    out, v, largest = np.zeros(call.q.shape), _wide(call.v), np.zeros((*call.q.shape[:-1], 1))
+    for first in range(0, call.shape.n_k, 128):
+        tile = weights[..., first : first + 128]
+        largest = np.maximum(largest, tile.max(-1, keepdims=True))
+        out += largest * (_wide(arrays.narrow(tile / largest, dtype)) @ v[..., first : first + 128, :])
+    return _wide(arrays.narrow(out, dtype))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -74,7 +77,7 @@ def test_out_is_nearly_as_good_as_with_every_maximum(scale: float, causal: bool,
     call = _scaled(scale, n, dtype=dtype, n_q=n_q, causal=causal)
     exact = reference.forward(call.spec, call.q, call.k, call.v)
     done = CudaSimKernel("forward_sm90").forward(call.spec, call.q, call.k, call.v)
-    assert _error(_wide(done.out), exact.out) < 1.07 * _error(_with_every_maximum(call, dtype), exact.out)
+    assert _error(_wide(done.out), exact.out) < 1.095 * _error(_with_every_maximum(call, dtype), exact.out)
     np.testing.assert_allclose(done.lse, exact.lse, atol=2e-5)
 
 
