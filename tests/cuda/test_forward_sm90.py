@@ -242,7 +242,7 @@ MISTAKES: dict[str, Mistake] = {
     "a mask one key off": Mistake(WRONG, "causal", {"(first + i) * 8 + e);": "(first + i) * 8 + e + 1);"}),
     # Softmax.
     "no rescale of row_sum": Mistake(
-        WRONG, "cliff", {"row_sum[half] *= rescale[half];\n            if (rises)": "if (rises)"},
+        WRONG, "cliff", {"row_sum[half] *= rescale[half];\n            if (moves)": "if (moves)"},
     ),
     "no rescale of acc": Mistake(
         WRONG, "steep", {"        rescale_acc(rescale);\n        pack_p();\n    }": "        pack_p();\n    }"},

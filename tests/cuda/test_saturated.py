@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import tilewise as tw
 from tests.cuda.test_ops import needs_compiler
 from tilewise import arrays, reference, validate
 from tilewise.arrays import Array
@@ -54,6 +55,19 @@ def test_a_row_of_one_key_has_its_value(key: int, first: float, dtype: str) -> N
     call = _call(q, k, v, dtype, scale=1.0)
     out = CudaSimKernel("forward_sm90").forward(call.spec, call.q, call.k, call.v, TILE).out
     np.testing.assert_array_equal(_wide(out)[0, 0], np.broadcast_to(_wide(call.v)[0, 0, key], (128, 16)))
+
+
+@pytest.mark.parametrize("rise", [12.3, 25.7])
+def test_a_masked_key_below_row_max_has_its_value(rise: float) -> None:
+    """Weights that grew by 2^40 in a tile without a mask were brought down further: a key under the mask, visited last,
+    is below row_max then, and has the row's weight all the same."""
+    rng = np.random.default_rng(2)
+    q, k, v = np.zeros((1, 1, 128, 16)), np.zeros((1, 1, 64, 16)), rng.uniform(1, 2, (1, 1, 64, 16))
+    q[..., 0], k[0, 0, 40, 0], k[0, 0, 10, 0] = (1 + np.arange(128) / 512) * np.log(2), 40, 40 + rise
+    call = _call(q, k, v, "bfloat16", scale=1.0, mask=tw.K >= 8)
+    exact = reference.forward(call.spec, call.q, call.k, call.v).out
+    out = CudaSimKernel("forward_sm90").forward(call.spec, call.q, call.k, call.v, TILE).out
+    assert _error(_wide(out), exact) < 1e-4
 
 
 def _with_every_maximum(call: Call, dtype: str) -> Array:

@@ -108,7 +108,8 @@ template <int KEYS> struct Softmax {
         const bool first = 0 < row_sum[0] && row_sum[0] < FAR_BELOW, second = 0 < row_sum[1] && row_sum[1] < FAR_BELOW;
         return __popc(__ballot_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8))) >= FAR_LANES;
     }
-    // True if acc must be rescaled. A row may be above its row_max where that is not heavy.
+    // True if acc must be rescaled. A row may be above its row_max where that is not heavy; where it is, but below (`tame`
+    // brings weights down further than needed), row_max comes down to it.
     __device__ __forceinline__ bool exact(const Launch& launch, float (&rescale)[2]) {
         const float here[2] = {largest(0), largest(1)};
         bool needed = false;
@@ -116,14 +117,14 @@ template <int KEYS> struct Softmax {
         for (int half = 0; half < 2; half++) {  // each row by itself: its bits must not depend on its neighbours
             const float new_max = here[half] * launch.binary_scale;
             const float before = fminf(sum_of_quad(row_sum[half]), SAFE_SUM), weight = exp2_approximate(new_max - row_max[half]);
-            const bool rises = new_max > row_max[half] && (1 - HEAVY) * weight > HEAVY * before;
-            const float larger = rises ? new_max : row_max[half];
-            rescale[half] = rises ? exp2_approximate(row_max[half] - larger) : 1.0f;
-            row_max[half] = larger;
-            if (rises) narrowing[half] = narrowing[half] * rescale[half] + narrowing_of(launch, here[half], larger) / 4;
+            const bool moves = new_max != row_max[half] && (1 - HEAVY) * weight > HEAVY * before;
+            const float moved = moves ? new_max : row_max[half];
+            rescale[half] = moves ? exp2_approximate(row_max[half] - moved) : 1.0f;
+            row_max[half] = moved;
+            if (moves) narrowing[half] = narrowing[half] * rescale[half] + narrowing_of(launch, here[half], moved) / 4;
             row_sum[half] *= rescale[half];
-            if (rises) limit[half] = fmaxf(limit[half] * rescale[half], 1.0f);
-            needed |= rises;
+            if (moves) limit[half] = fmaxf(limit[half] * rescale[half], 1.0f);
+            needed |= moves;
         }
         exponentiate(launch, row_sum);
         return __any_sync(~0u, needed);
