@@ -116,7 +116,7 @@ def _limits(call: Call, done: Partial, d_out: Array, d_lse: Array) -> dict[str, 
     off_weight = p * (off_p + half + _sum_of(s.n_q) * u) + least
 
     return {
-        "out": (p * (8 * u + np.where(p > 0.5, 0, off_p + half)) + least) @ np.abs(v),
+        "out": (p * (_sum_of(s.n_k) * u + np.where(p > 0.5, 0, off_p + half)) + least) @ np.abs(v),
         "lse": off_lse[..., 0],
         "d_q": scale * off_d_s @ np.abs(k),
         "d_k": _per_key_head(scale * off_d_s.swapaxes(-1, -2) @ np.abs(q), call),

@@ -19,7 +19,7 @@ FAST = ("numpy", "cpu")
 # Of those that are interpreted or simulated: a dominant key that softmax finds late, whichever way it walks; large q.
 QUICK = (
     "causal | head of 128 | bfloat16 one-hot first by 20", "full | head of 128 | float16 one-hot last by 20",
-    "causal | head of 128 | bfloat16 x12",
+    "full | head of 128 | float32 one-hot first by 20", "causal | head of 128 | bfloat16 x12",
 )  # fmt: skip
 
 
