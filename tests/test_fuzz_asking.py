@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzzing import device
-from tests.fuzzing.asking import ask, ask_linear
-from tests.fuzzing.draw import Wanted, draw
-from tests.fuzzing.memory import Memory
-from tests.fuzzing.put import judge_seed
+from tests.fuzzing.drawing.draw import Wanted, draw
 from tests.fuzzing.question import Cache, Given, Layout, LinearQuestion, Question
-from tests.fuzzing.systems import System
-from tests.fuzzing.trial import judge
-from tests.fuzzing.written import read, written
+from tests.fuzzing.running import device
+from tests.fuzzing.running.asking import ask, ask_linear
+from tests.fuzzing.running.memory import Memory
+from tests.fuzzing.running.put import judge_seed
+from tests.fuzzing.running.systems import System
+from tests.fuzzing.running.trial import judge
+from tests.fuzzing.running.written import read, written
 from tilewise import arrays
 from tilewise.contract import on_device
 from tilewise.kernels.cuda.simulator.kernel import _walkable

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzzing import plans
-from tests.fuzzing.draw import Wanted, draw
-from tests.fuzzing.errors import Bounded
-from tests.fuzzing.exact import Answer, answer
+from tests.fuzzing.drawing.draw import Wanted, draw
+from tests.fuzzing.judging.errors import Bounded
+from tests.fuzzing.judging.exact import Answer, answer
+from tests.fuzzing.judging.values import Values, evaluate, kind_of
+from tests.fuzzing.judging.walk import BOOL, FLOAT, read
+from tests.fuzzing.judging.widths import HALF, LARGEST, to_bfloat16, to_float16, wide
 from tests.fuzzing.question import Given, LinearQuestion, Numbers, Question
-from tests.fuzzing.values import Values, evaluate, kind_of
-from tests.fuzzing.walk import BOOL, FLOAT, read
-from tests.fuzzing.widths import HALF, LARGEST, to_bfloat16, to_float16, wide
+from tests.fuzzing.running import plans
 from tilewise import arrays, contract, parse, reference
 from tilewise.expr import Expr, Loaded, as_float, from_records, records
 from tilewise.linear import contract as linear_contract

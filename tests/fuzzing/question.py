@@ -1,6 +1,6 @@
 """A call in plain words: numbers, texts and NumPy arrays. What draws it and what judges it both know this, and no more.
 
-Nothing here knows the package. The call is made of it in tests/fuzzing/asking.py; the exact answer in exact.py.
+Nothing here knows the package. running/asking.py makes the call of it, judging/exact.py the exact answer.
 """
 
 from __future__ import annotations
