@@ -188,7 +188,7 @@ FLOORS = {
         a float part of both; decay number
     """,
     6: """
-        a bound of 0; feature relu2; load by KP; load of rank 0; no keys
+        a bound of 0; an array as mask; causal as an option; feature relu2; load by KP; load of rank 0; no keys
     """,
     10: """
         array uint8; decay head; feature elu; feature exp; feature identity; feature relu; lengths differ;
@@ -320,7 +320,7 @@ def test_three_shapes_share_what_is_compiled() -> None:
 def _compiled(x: Question) -> Any:
     arrays_of = tuple((a.dtype, a.values.ndim, a.wants_gradient) for a in x.arrays)
     d, d_v = x.q.values.shape[3], x.v.values.shape[3]
-    return x.mask, x.score, x.mask_as_written, arrays_of, x.dtype, d, d_v, x.tile, x.scale, x.batch_invariant
+    return x.mask, x.score, arrays_of, x.dtype, d, d_v, x.tile, x.scale, x.batch_invariant
 
 
 def test_numbers_are_what_their_types_hold() -> None:

@@ -14,6 +14,7 @@ from tests.fuzzing.drawing.dice import Dice
 from tests.fuzzing.drawing.layouts import any_layout, fitted, rows_layout
 from tests.fuzzing.drawing.menu import Anything, Counts, Ends, ForTensorCores, spoil_unread
 from tests.fuzzing.drawing.named import HEADS
+from tests.fuzzing.drawing.spelling import by_options
 from tests.fuzzing.drawing.tables import Sizes, filled, rounded
 from tests.fuzzing.drawing.texts import drawn_texts
 from tests.fuzzing.question import FLOATS, Cache, Given, Layout, LinearQuestion, Numbers, Question
@@ -104,7 +105,10 @@ class _Drawing:
             threads=self.dice.between(2, 4), saved_elsewhere=self.dice.chance(0.2), names=(self.kind, *texts.names),
         )  # fmt: skip
         has_backward = self.cache is None and self.dice.chance(self.wanted.backward_share)
-        return self.with_gradients(question) if has_backward else question
+        question = self.with_gradients(question) if has_backward else question
+        if self.dice.chance(0.15):
+            return question
+        return by_options(question, takes_arrays=self.kind not in ("packed", "part"))  # as the public functions do
 
     def _with_heads(self, written: str | None) -> str | None:
         return None if written is None else written.replace(HEADS, str(self.counts.heads))

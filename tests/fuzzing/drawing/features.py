@@ -54,7 +54,9 @@ def _of_call(x: Question) -> Iterator[str]:
         "grouped heads": heads > heads_k > 1, "one key head": heads > heads_k == 1, "batch": batch > 1,
         "no queries": n_q == 0, "no keys": n_k == 0, "d_v unlike d": d != d_v, "sinks": x.sinks is not None,
         "sink of none": x.sinks is not None and bool(np.isinf(x.sinks.values).any()),
-        "batch invariant": x.batch_invariant, "backward": x.d_out is not None,
+        "batch invariant": x.batch_invariant, "causal as an option": x.causal,
+        "causal as an option beside a mask": x.causal and bool(x.mask_as_written),
+        "an array as mask": x.array_as_mask is not None, "backward": x.d_out is not None,
         "a row of many keys": n_q == 1 and n_k > 99, "scale of 0": x.scale == 0, "negative scale": x.scale < 0,
     }  # fmt: skip
     yield from (name for name, holds in told.items() if holds)

@@ -65,11 +65,17 @@ def ask(question: Question, memory: Memory, on: str) -> Asked:
 
 def _options(question: Question, memory: Memory) -> dict[str, Any]:
     loaded = [memory.place(given) for given in question.arrays]
-    texts = question.mask_as_written or question.mask, question.score_as_written or question.score
-    mask, score = (None if text is None else tw.parse(text, loaded) for text in texts)
+    mask, score = (
+        tw.parse(text, loaded) if text else None
+        for text in (
+            question.mask if question.mask_as_written is None else question.mask_as_written,
+            question.score if question.score_as_written is None else question.score_as_written,
+        )
+    )
     wanted = {x.ctypes.data for x, given in zip(loaded, question.arrays, strict=True) if given.wants_gradient}
     return {
-        "mask": mask,
+        "causal": question.causal,
+        "mask": mask if question.array_as_mask is None else loaded[question.array_as_mask],
         "score": None if score is None else _wanting(score, wanted),
         "sinks": None if question.sinks is None else memory.place(question.sinks),
         "scale": question.scale,
@@ -100,7 +106,9 @@ def _call(question: Question, q: Any, k: Any, v: Any, options: dict[str, Any]) -
 
 def _part(question: Question, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Call:
     """A call whose rows and keys are part of longer sequences, which kernels know and the public functions do not."""
-    mask, score = options.pop("mask"), options.pop("score")
+    mask, score, causal = options.pop("mask"), options.pop("score"), options.pop("causal")
+    if causal:
+        mask = tw.causal() if mask is None else tw.causal() & mask
     call = validate.prepare(q, k, v, **options)
     mask, score = (None if x is None else check(x) for x, check in (
         (mask, validate.mask_expression), (score, validate.score_expression)))  # fmt: skip

@@ -52,6 +52,8 @@ def _steps(question: Asked) -> Iterator[Step]:
     yield from _plainer(question)
 
 
+_AS_TEXTS = {"mask_as_written": None, "score_as_written": None, "causal": False, "array_as_mask": None}
+
 # -- what can be left out ---------------------------------------------------------------------------------------------
 
 
@@ -63,11 +65,13 @@ def _left_out(question: Asked) -> Iterator[Step]:
         return
     changes: list[dict[str, Any]] = [
         {"d_out": None, "d_lse": None, "saved_elsewhere": False}, {"d_lse": None},
-        {"mask": None, "mask_as_written": None}, {"score": None, "score_as_written": None},
-        {"mask_as_written": None}, {"score_as_written": None}, {"sinks": None}, {"lengths": None},
+        {"mask": None, **_AS_TEXTS}, {"score": None, **_AS_TEXTS}, _AS_TEXTS,
+        {"sinks": None}, {"lengths": None},
         {"cache": None}, {"origin": (0, 0), "total": None}, {"total": None}, {"batch_invariant": False},
         {"saved_elsewhere": False}, {"tile": None}, {"threads": 1}, {"scale": 1.0},
     ]  # fmt: skip
+    if not question.causal and question.array_as_mask is None:  # else what options say would be said twice
+        changes += [{"mask_as_written": None}, {"score_as_written": None}]
     for change in changes:
         yield from _changed(question, change)
     if question.cache is not None and question.cache.page is not None:
@@ -82,7 +86,8 @@ def _changed(question: Asked, change: dict[str, Any]) -> Iterator[Step]:
 
 def _unread_arrays(question: Question) -> Iterator[Step]:
     read = sorted(_read(question), key=lambda name: int(name[1:]))
-    if len(read) == len(question.arrays) or question.mask_as_written or question.score_as_written:
+    named = question.mask_as_written or question.score_as_written or question.array_as_mask is not None
+    if len(read) == len(question.arrays) or named:
         return
     names = {name: f"a{i}" for i, name in enumerate(read)}
     texts = {
