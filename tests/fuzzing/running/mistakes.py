@@ -193,11 +193,7 @@ MARSHALLING = {
         "[step // x.itemsize for step in x.strides]",
         "[int(np.prod(x.shape[i + 1:])) for i in range(x.ndim)]",
     ),
-    "heads lie as batches do": edit(
-        _MARSHAL + "output",
-        "structs.Array(self.data(x), batch, head, row)",
-        "structs.Array(self.data(x), batch, batch, row)",
-    ),
+    "heads lie as batches do": edit(_MARSHAL + "_where", "head // size", "batch // size"),
     "parts begin at 0": edit(_MARSHAL + "_sequence", "part.origin_q, part.origin_k,", "0, part.origin_k,"),
     "keys of the pack are queries": edit(
         _MARSHAL + "_sequence", "part.packed_q, part.packed_k,", "part.packed_q, part.packed_q,"
