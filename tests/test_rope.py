@@ -329,6 +329,6 @@ def test_the_oracle_is_not_the_kernel() -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ContractError):
         from tilewise.contract import _backward_of
 
-        _backward_of(Case("rope", "square"))  # expected of the case, before the mistake
+        _backward_of(Case("rope", "square"), False)  # expected of the case, before the mistake
         patch.setattr(rope.Rotation, "back", lambda self: self)
         check_backward(NumpyKernel(), Case("rope", "square"))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -175,15 +176,29 @@ def test_compiled() -> None:
     torch._dynamo.reset()
 
 
-def _without_gradients(q: Any, k: Any, v: Any) -> None:
+def _without_gradients(q: Any, k: Any, v: Any) -> Any:
     with torch.no_grad():
-        _attention(q.requires_grad_(), k, v)
+        return _attention(q.requires_grad_(), k, v)
+
+
+def _mapped_without_gradients(q: Any, k: Any, v: Any) -> None:
+    with torch.no_grad():
+        torch.vmap(_attention)(*(x.clone().requires_grad_() for x in (q, k, v)))
+
+
+def _constant(q: Any, k: Any, v: Any) -> Any:
+    """A part of what is differentiated that is not to be."""
+    with torch.no_grad():
+        found = _attention(q, k, v)
+    return (found * q).sum()
 
 
 INFERENCE = {
     "nothing requires a gradient": lambda q, k, v: _attention(q, k, v),
     "no_grad": _without_gradients,
     "vmap": lambda q, k, v: torch.vmap(_attention)(q, k, v),
+    "vmap, no_grad": _mapped_without_gradients,
+    "no_grad in grad": lambda q, k, v: torch.func.grad(_constant)(q, k, v),
     "float32": lambda q, k, v: _attention(*(x.float().requires_grad_() for x in (q, k, v))),
     "detached": lambda q, k, v: _attention(q.requires_grad_().detach(), k, v),
 }
@@ -238,6 +253,18 @@ def test_pytorchs_checks_of_the_operators(transposed: bool) -> None:
     assert remainder.stride() == out.stride()
     backward = operators.attention_backward.default
     torch.library.opcheck(backward, (*operands, out, lse, torch.ones_like(out), None, [], remainder))
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 1, 8), (1, 3, 2, 8), (2, 1, 3, 8), (2, 0, 3, 8), (1, 1, 1, 8)], ids=str)
+def test_compiled_code_is_told_how_results_lie(sizes: tuple[int, ...]) -> None:
+    """Where a size is 1 or 0 as well, and PyTorch may think of other strides. A batch of rows of heads side by side."""
+    q = torch.zeros(sizes, dtype=torch.bfloat16).transpose(1, 2)
+    others = [], None, '{"kernel": "auto", "scale": 0.5}'
+    with FakeTensorMode() as fake:
+        told = torch.ops.tilewise.attention_with_remainder(*(fake.from_tensor(q) for _ in "qkv"), *others)
+    found = torch.ops.tilewise.attention_with_remainder(q, q, q, *others)
+    assert [x.stride() for x in told] == [x.stride() for x in found]
+    assert found[2].stride() == found[0].stride()
 
 
 def test_the_operator_beneath_is_not_for_callers() -> None:

@@ -80,14 +80,17 @@ def by_sequences(forward: Forward, spec: Attention, q: Any, cache: Cache) -> Par
 
 def _attended(forward: Forward, spec: Attention, q: Any, k: Any, v: Any) -> Partial:
     """By the forward pass, unless there is no key yet: a system was chosen for a full cache, and may need keys."""
-    if k.shape[2]:
-        return forward(spec, q, k, v)
+    return forward(spec, q, k, v) if k.shape[2] else _of_no_keys(spec, q, v)
+
+
+def _of_no_keys(spec: Attention, q: Any, v: Any) -> Partial:
+    """out is 0, and lse what sinks alone make it."""
     rows, wide = q.shape[:3], str(arrays.compute_dtype(arrays.dtype_name(q)))
     if arrays.is_torch(q):
         lse = q.new_full(rows, -np.inf, dtype=getattr(sys.modules["torch"], wide))
         return Partial(q.new_zeros((*rows, v.shape[3])), lse if spec.sinks is None else lse.copy_(spec.sinks[:, None]))
-    of_heads = -np.inf if spec.sinks is None else arrays.widen(spec.sinks, wide)[:, None]
-    return Partial(np.zeros((*rows, v.shape[3]), q.dtype), np.full(rows, of_heads, wide))
+    lse = np.full(rows, -np.inf if spec.sinks is None else arrays.widen(spec.sinks, wide)[:, None], wide)
+    return Partial(np.zeros((*rows, v.shape[3]), q.dtype), lse)
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -7,7 +7,7 @@ is held to that key's value, and calls whose queries are large to relative error
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -222,7 +222,7 @@ def _saturated(call: Call, lse: Array) -> Array:
 
 def _gradients(kernel: Kernel, call: Call, tile: Tile | None, device: str, d_out: Array, d_lse: Array | None) -> Grads:
     """As training computes them: the forward pass keeps what rounding took from out, where the system can."""
-    spec = replace(call.spec, keeps_remainder=True)
+    spec = call.spec.before_backward(call.shape.dtype)
     saved: Partial = kernel.forward(spec, call.q, call.k, call.v, tile)
     g, g_lse = (x if x is None or device == "cpu" else arrays.as_tensor(x).to(device) for x in (d_out, d_lse))
     return kernel.backward(spec, call.q, call.k, call.v, saved, g, g_lse, tile)

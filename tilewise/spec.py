@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -78,6 +78,10 @@ class Attention:
     def has_remainder(self, dtype: str) -> bool:
         """Whether rounding takes anything from out, of operands of this type."""
         return dtype in arrays.HALF_DTYPES and not self.wide_out
+
+    def stores_remainder(self, dtype: str) -> bool:
+        """Whether a forward pass that can store what rounding takes from out is to do so."""
+        return self.keeps_remainder and self.has_remainder(dtype)
 
     @property
     def raw_scores(self) -> bool:
@@ -179,6 +183,10 @@ class Partial:
     out: Any
     lse: Any
     remainder: Any = None
+
+    def map(self, change: Callable[[Any], Any]) -> Partial:
+        """The same, with every array changed."""
+        return Partial(change(self.out), change(self.lse), None if self.remainder is None else change(self.remainder))
 
     def __iter__(self) -> Iterator[Any]:
         """out, lse = partial"""

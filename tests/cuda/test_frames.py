@@ -136,7 +136,7 @@ def test_a_name_that_is_both_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ops._Writer, "moved", mistaken)
     assert len(_mixed(_text(*SHARED["K <= Q"]))) == 1
-    assert sum(bool(_mixed(_text(*drawn(seed, SHAPE)))) for seed in range(200)) > 5
+    assert sum(bool(_mixed(_text(*drawn(seed, SHAPE)))) for seed in range(300)) > 5
 
 
 def test_no_name_is_used_in_two_frames() -> None:

@@ -69,7 +69,8 @@ def test_which_arrays_come_by_tiles() -> None:
 
 
 def test_what_the_forward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the compiler was told: four arrays, lse, the plan, sinks, arrays and a table's view, the scale, items."""
+    """As the compiler was told: four arrays, lse, the plan, sinks, arrays and a table's view, the scale, items, and
+    where the remainder of out would go: nothing but its steps is asked of a kernel that keeps none."""
     calls: list[tuple[Any, ...]] = []
     count = torch.zeros(1, dtype=torch.int32)
     monkeypatch.setattr(launch.library, "kernel", lambda kernel, arch: lambda *given: calls.append(given))
@@ -78,12 +79,13 @@ def test_what_the_forward_pass_is_given(monkeypatch: pytest.MonkeyPatch) -> None
     q, k = torch.zeros(2, 4, 200, 64).bfloat16(), torch.zeros(2, 2, 56, 64).bfloat16()
     spec = Attention(0.1, None, tw.bias(torch.zeros(4, 200, 56)))
     launch.forward(RUNGS["forward_sm90"], spec, q, k, k, "sm_90a")
-    ((*rows, lse, records, runs, _, arrays, scale, next_item, blocks, section, sections),) = calls
+    ((*rows, lse, records, runs, _, arrays, scale, next_item, blocks, section, sections, remainder),) = calls
     assert [tuple(x.shape) for x in (*rows, lse)] == [tuple(x.shape) for x in (q, k, k, q)] + [(2, 4, 200)]
     assert records.shape == (2, 4, 2, 14) and runs.shape[1] == 3
     assert [tuple(x.shape) for x in arrays] == [(4, 200, 56), (1, 4, 200, 56)]
     assert arrays[1].stride() == (4, 200 * 56, 56, 1), "of a dimension of size 1 any step will do that is copied"
     assert (scale, blocks, section, sections) == (0.1, 2 * 4 * 2, 1, 8) and next_item is count
+    assert remainder.shape == q.shape
 
 
 def test_counts_are_0_before_any_stream_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:

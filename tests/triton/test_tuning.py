@@ -311,6 +311,8 @@ def test_calls_by_which_passes_are_tuned(machine: Path, monkeypatch: pytest.Monk
 
     for module in (launch, launch_decode, launch_gradients):
         monkeypatch.setattr(module, "chosen", chosen)
+    backward, saved = launch.backward, []
+    monkeypatch.setattr(launch, "backward", lambda *given: saved.append(given[4]) or backward(*given))
     for kind in Pass:
         made = list(trials.trials(kind, 16, "cpu"))
         assert [x.calls for x in made] == list(Calls)[kind in (Pass.PAIRS, Pass.ARRAYS) :]
@@ -321,6 +323,7 @@ def test_calls_by_which_passes_are_tuned(machine: Path, monkeypatch: pytest.Monk
             assert kind in taken
             tried = list(trials.candidates(trial))
             assert len(tried) > 4 and len(set(tried)) == len(tried)
+    assert saved and all(x.remainder is not None for x in saved), "what training reads is timed"
 
 
 def test_tuning_needs_a_gpu(capsys: Any) -> None:

@@ -62,16 +62,14 @@ def _apply(turn: Rotation, x: Array) -> Array:
 def run_forward(forward: Forward, spec: Attention, q: Any, k: Any, v: Any) -> Partial:
     """A forward pass on NumPy arrays, on arrays of the caller's library."""
     done = forward(spec, as_numpy(q), as_numpy(k), as_numpy(v))
-    remainder = None if done.remainder is None else like(done.remainder, q)
-    return Partial(like(done.out, q), like(done.lse, q), remainder)
+    return done.map(lambda x: like(x, q))
 
 
 def run_backward(
     backward: Backward, spec: Attention, q: Any, k: Any, v: Any, saved: Partial, d_out: Any, d_lse: Any
 ) -> Grads:
     """A backward pass on NumPy arrays, on arrays of the caller's library."""
-    remainder = None if saved.remainder is None else as_numpy(saved.remainder)
-    held = Partial(as_numpy(saved.out), as_numpy(saved.lse), remainder)
+    held = saved.map(as_numpy)
     d_lse = None if d_lse is None else as_numpy(d_lse)
     grads = backward(spec, as_numpy(q), as_numpy(k), as_numpy(v), held, as_numpy(d_out), d_lse)
     wanted = zip(grads.arrays, spec.wanted, strict=True)

@@ -33,8 +33,7 @@ def like(result: Any, template: Any) -> Any:
 
 
 def partial_like(done: Partial, q: Any) -> Partial:
-    remainder = None if done.remainder is None else like(done.remainder, q)
-    return Partial(like(done.out, q), like(done.lse, q), remainder)
+    return done.map(lambda x: like(x, q))
 
 
 def grads_like(grads: Grads, spec: Attention, q: Any, k: Any, v: Any) -> Grads:

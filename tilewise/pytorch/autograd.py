@@ -115,7 +115,8 @@ def _no_second_derivative(ctx: Any, *grads: Any) -> Any:
 
 def transformed(spec: str, *tensors: Any) -> tuple[Tensor, Tensor]:
     """out and lse under torch.func.grad, torch.vmap and the like."""
-    keeps = keeps_remainder(spec, tensors[0]) and any(map(_is_differentiated, tensors))
+    learns = torch.is_grad_enabled() and any(map(_is_differentiated, tensors))
+    keeps = learns and keeps_remainder(spec, tensors[0])
     out, lse, *_ = _Transformed.apply(keeps, spec, *tensors)
     return out, lse
 

@@ -65,7 +65,7 @@ def _forward(
     out, lse = _stored(done.out, strides), _contiguous(done.lse)
     if not keeps:
         return out, lse
-    return out, lse, torch.zeros_like(out) if done.remainder is None else _stored(done.remainder, strides)
+    return out, lse, _stored(torch.zeros_like(out) if done.remainder is None else done.remainder, strides)
 
 
 _forward_with_remainder = partial(_forward, keeps=True)
@@ -227,9 +227,8 @@ def _fake_forward(
 ) -> tuple[Tensor, ...]:
     if all(type(n) is int for x in (q, k, v, *arrays) for n in x.shape):  # if sizes are known, mistakes show now
         _recognise(q, k, v, arrays, sinks, spec)
-    out = q.new_empty_strided(*stored_as(q, v), dtype=_out_dtype(q, spec))
-    lse = q.new_empty(q.shape[:3], dtype=_computed_with(q))
-    return (out, lse, torch.empty_like(out)) if keeps else (out, lse)
+    out, *remainder = (q.new_empty_strided(*stored_as(q, v), dtype=_out_dtype(q, spec)) for _ in range(1 + keeps))
+    return out, q.new_empty(q.shape[:3], dtype=_computed_with(q)), *remainder
 
 
 def _fake_backward(

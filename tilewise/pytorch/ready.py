@@ -28,7 +28,7 @@ class Ready:
         self.out, self.lse, self.dtype, self.device = out, lse, dtype, device
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Any, arrays: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        out = torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
+        out = self._like_out()
         lse = torch.empty_strided(*self.lse, dtype=torch.float32, device=self.device)
         addresses = [x.data_ptr() for x in (q, k, v, out, lse)]
         addresses += [arrays[i].data_ptr() for i in self.places]
@@ -37,12 +37,16 @@ class Ready:
         if not self.keeps:
             self.prepared.launch(addresses)
             return out, lse
-        make = torch.empty_like if self.prepared.keeps_remainder else torch.zeros_like
-        remainder = make(out)
+        remainder = self._like_out()
         if self.prepared.keeps_remainder:
             addresses.append(remainder.data_ptr())
+        else:
+            remainder.zero_()
         self.prepared.launch(addresses)
         return out, lse, remainder
+
+    def _like_out(self) -> Tensor:
+        return torch.empty_strided(*self.out, dtype=self.dtype, device=self.device)
 
 
 class ReadyBackward:

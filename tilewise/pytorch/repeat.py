@@ -162,13 +162,19 @@ def make_known(encoded: Encoded, given: Sequence[Tensor], variant: Sequence[Any]
             return None
     learns = _learns(call.q, call.k, call.v, call.spec.sinks, *given)
     keeps = learns and autograd.keeps_remainder(line, call.q)
-    inner = operator.make_ready(call.q, call.k, call.v, tensors, call.spec.sinks, line, keeps)
-    if inner is None:
+    made = operator.make_ready(call.q, call.k, call.v, tensors, call.spec.sinks, line, keeps)
+    if made is None:
         return None
-    out, lse = (_restored(sizes, steps, call.rank) for sizes, steps in (inner.out, inner.lse))
-    outer = Ready(inner.prepared, inner.places, out, lse, inner.dtype, inner.device)
+    if not learns:
+        made = _for_caller(made, call.rank)
     held = [x for x in variant if isinstance(x, Expr) and all(slot.constant for slot in loads(x))]
-    return Known(line, call.rank, operands, learns, inner if learns else outer, (constants, held))
+    return Known(line, call.rank, operands, learns, made, (constants, held))
+
+
+def _for_caller(made: Ready, rank: int) -> Ready:
+    """The same, whose results are in the caller's layout."""
+    out, lse = (_restored(sizes, steps, rank) for sizes, steps in (made.out, made.lse))
+    return Ready(made.prepared, made.places, out, lse, made.dtype, made.device)
 
 
 def _restored(sizes: Any, steps: Any, rank: int) -> tuple[Any, Any]:

@@ -24,8 +24,7 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile) -> Partia
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], arrays.compute_dtype(shape.dtype))
-    keeps = spec.keeps_remainder and spec.has_remainder(shape.dtype)
-    done = Partial(out, lse, np.empty_like(out) if keeps else None)
+    done = Partial(out, lse, np.empty_like(out) if spec.stores_remainder(shape.dtype) else None)
     marshal = Marshal(spec, shape, tile)
     call = marshal.forward(q, k, v, done)
     if spec.score is not None:

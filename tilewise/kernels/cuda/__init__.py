@@ -15,7 +15,6 @@ from tilewise.kernels.cuda.backward_rungs import BACKWARD, BACKWARD_SM90, UNORDE
 from tilewise.kernels.cuda.choice import HOPPER, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import Rung, named
-from tilewise.kernels.cuda.source import keeps_remainder
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class CudaKernel:
         dtype = getattr(torch, spec.out_dtype(arrays.dtype_name(q)))
         out = torch.empty_strided(*arrays.stored_as(q, v), dtype=dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        remainder = torch.empty_like(out) if keeps_remainder(spec, Shape.of(spec, q, k, v)) else None
+        remainder = torch.empty_like(out) if spec.stores_remainder(arrays.dtype_name(q)) else None
         prepared = self.prepared(spec, q, k, v, tile)
         if prepared is not None:
             loaded = loaded_on(spec, q.device)

@@ -16,7 +16,7 @@ from tilewise.kernels.cuda.choice import chosen
 from tilewise.kernels.cuda.launcher import Room
 from tilewise.kernels.cuda.marshal import Tables, View
 from tilewise.kernels.cuda.rungs import REFINE, REFINE_BACKWARD, Rung
-from tilewise.kernels.cuda.source import Source, assembled, keeps_remainder
+from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.pytorch import graphs
 from tilewise.schedule import is_unseen
 from tilewise.spec import Attention, Shape, Tile
@@ -152,7 +152,7 @@ def prepare(
         params = marshal.launch(params, spec, shape, tables, maps, 0, blocks)
     refining = _refining(spec, shape, tile, params, tables, order, device, numbers) if rung.persistent else None
     mapped = [0, 1, 2] if source.table is None else [0, 1, 2, len(OPERANDS) + order.index(source.table.slot)]
-    keeps = keeps_remainder(spec, shape)
+    keeps = spec.stores_remainder(shape.dtype)
     places = _places(params, order, sinks is not None, keeps)
     return Prepared(device, source, blocks, params, places, [numbers], refining, mapped, keeps)
 

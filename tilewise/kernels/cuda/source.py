@@ -53,7 +53,8 @@ def assembled(
     exprs = [e for e in (spec.score, spec.mask) if e is not None]  # in the order in which `variant` writes them
     slots = loads(*exprs)
     sinks = None if spec.sinks is None else arrays.dtype_name(spec.sinks)
-    raw, out, keeps = spec.raw_scores, spec.out_dtype(shape.dtype), keeps_remainder(spec, shape) and rung.name in RUNGS
+    raw, out = spec.raw_scores, spec.out_dtype(shape.dtype)
+    keeps = spec.stores_remainder(shape.dtype) and rung.name in RUNGS  # not the kernels of a backward pass
     number = {id(slot.array): i for i, slot in enumerate(slots)}
     key = (
         rung, shape.d, shape.d_v, shape.dtype, out, keeps, tile, raw, sinks, headers is None, tables,
@@ -71,11 +72,6 @@ def assembled(
         )
 
     return _sources.found(key, make), slots
-
-
-def keeps_remainder(spec: Attention, shape: Shape) -> bool:
-    """Whether forward stores what rounding takes from out: nothing, where out is as wide as what is computed with."""
-    return spec.keeps_remainder and spec.out_dtype(shape.dtype) != arrays.compute_dtype(shape.dtype).name
 
 
 _sources: Kept[Source] = Kept(512)

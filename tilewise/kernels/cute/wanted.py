@@ -65,7 +65,7 @@ def kernel_of(rung: Rung, spec: Attention, shape: Shape, aligned: bool = True) -
         raw=spec.raw_scores and rung.scaling == "scores", scaling=rung.scaling,
         has_sinks=spec.sinks is not None and by_key is None, packed=spec.lengths is not None,
         loaded=loaded, functions=modules.text(spec, by_key is not None, table), persistent=rung.persistent, table=table,
-        by_key=by_key, remainder=spec.keeps_remainder and rung.differentiated,
+        by_key=by_key, remainder=spec.stores_remainder(shape.dtype) and rung.differentiated,
     )  # fmt: skip
 
 

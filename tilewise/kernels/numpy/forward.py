@@ -41,7 +41,7 @@ def forward(spec: Attention, q: Array, k: Array, v: Array, tile: Tile, watch: Wa
     shape = Shape.of(spec, q, k, v)
     dtype = arrays.compute_dtype(shape.dtype)
     out = np.empty_like(q, shape=(*q.shape[:3], shape.d_v), dtype=dtype if spec.wide_out else q.dtype)
-    remainder = np.empty_like(out) if spec.keeps_remainder and spec.has_remainder(shape.dtype) else None
+    remainder = np.empty_like(out) if spec.stores_remainder(shape.dtype) else None
     lse = np.empty(q.shape[:3], dtype)
     turns = Turns.made(spec, shape, dtype)
     for part, rows, cols in shape.sequences(spec.lengths):

@@ -42,8 +42,7 @@ def forward(spec: Attention, q: Any, k: Any, v: Any, tile: Tile | None, basic: b
         *arrays.stored_as(q, v), dtype=getattr(torch, spec.out_dtype(shape.dtype)), device=q.device
     )
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    keeps = spec.keeps_remainder and spec.has_remainder(shape.dtype) and not basic
-    remainder = torch.empty_like(out) if keeps else None
+    remainder = torch.empty_like(out) if spec.stores_remainder(shape.dtype) and not basic else None
     before = turns_before(spec, shape, tile, q)
     if before is not None:
         spec, q, k = replace(spec, rope=None), launch_rope.turned(q, before[0]), launch_rope.turned(k, before[1])

@@ -16,7 +16,7 @@ from tilewise import validate
 from tilewise.cache import KVCache
 from tilewise.kernels.triton import launch, launch_decode, tuning
 from tilewise.kernels.triton.choices import Calls, Choice, Pass
-from tilewise.spec import Attention, Partial, Shape, Tile
+from tilewise.spec import Attention, Shape, Tile
 from tilewise.variants.alibi import alibi
 from tilewise.variants.bias import bias
 from tilewise.variants.causal import causal
@@ -59,9 +59,8 @@ def _attention(kind: Pass, calls: Calls, d: int, device: str) -> Trial:
     spec = call.spec
     if kind is Pass.FORWARD:
         return Trial(kind, calls, spec, call.shape, lambda: launch.forward(spec, q, k, v, None))
-    saved = launch.forward(spec, q, k, v, None)
-    held = Partial(saved.out, saved.lse)
-    return Trial(kind, calls, spec, call.shape, lambda: launch.backward(spec, q, k, v, held, q, None, None))
+    saved = launch.forward(spec.before_backward(call.shape.dtype), q, k, v, None)
+    return Trial(kind, calls, spec, call.shape, lambda: launch.backward(spec, q, k, v, saved, q, None, None))
 
 
 def _score(kind: Pass, heads: int, device: str) -> Any:

@@ -22,7 +22,7 @@ from tilewise.kernels.cuda.choice import HOPPER, chosen, suited
 from tilewise.kernels.cuda.marshal import View
 from tilewise.kernels.cuda.rungs import Rung, named
 from tilewise.kernels.cuda.simulator import Event, Order
-from tilewise.kernels.cuda.source import Source, assembled, keeps_remainder
+from tilewise.kernels.cuda.source import Source, assembled
 from tilewise.softmax import d_sinks
 from tilewise.spec import Attention, Grads, Partial, Shape, Tile
 
@@ -79,7 +79,7 @@ def _forward(
     if out.strides[-1] != out.itemsize:  # q is broadcast
         out = np.empty(out.shape, out.dtype)
     lse = np.empty(q.shape[:3], np.float32)
-    remainder = np.empty_like(out) if keeps_remainder(spec, shape) else None
+    remainder = np.empty_like(out) if spec.stores_remainder(shape.dtype) else None
     given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, **({} if remainder is None else {"remainder": remainder})}
     kept = {name: _walkable(x) for name, x in given.items()}
     views = {name: View.of_numpy(x) for name, x in kept.items()}

@@ -234,14 +234,14 @@ struct Consumer {
             rows.row_sum[1] += sums[1];
             return;
         }
+        float rescale[2] = {1, 1};
         if (rows.is_safe(sums, rows_left)) {
-            rows.correct(sums);
+            if (rows.correct(sums, rescale)) rescale_acc(rescale);
             return;
         }
-        float rescale[2];
         if (rows.is_finite(sums, rows_left)) {
             rows.tame(sums, rescale);
-            rows.correct(sums);
+            rows.correct(sums, rescale);
         } else {
             multiply_q_k_again();
             score<false>(hw::anew(keys.tile));  // nothing of the first time is kept for this

@@ -14,6 +14,9 @@ constexpr int ROOM_TO_GROW = IsBFloat<Element>::value ? 32 : -4;
 constexpr float HEAVY = 0.375f;
 // A row's first keys under a mask may be few, and then the next tile's sums say little: so much more is let pass.
 constexpr float LENIENCE = 16;
+// How far narrowing one weight may turn out to its v or away from it, for good: a fifth of the largest rounding, of which a
+// weight of half of its row has a quarter.
+constexpr float MOST_TURNED = 0.2f * (IsBFloat<Element>::value ? 0x1p-9f : 0x1p-12f);
 constexpr float FAR_BELOW = 0x1p-80f;
 constexpr int FAR_LANES = 7;  // of a warp: scores of 64 times the usual size have as many, those of 32 times hardly ever
 
@@ -182,15 +185,32 @@ template <int KEYS> struct Softmax {
         return !__any_sync(~0u, (first && rows_left > 0) || (second && rows_left > 8));
     }
     // The closer look: of a row that few weights make up acc has them as they are narrowed, and so must the sum that it is
-    // divided by. The heaviest of a thread's own are enough.
-    __device__ __forceinline__ void correct(const float (&sums)[2]) {
+    // divided by. The heaviest of a thread's own are enough. True if acc must be rescaled.
+    __device__ __forceinline__ bool correct(const float (&sums)[2], float (&rescale)[2]) {
+        float turning[2];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const float heaviest = largest_weight(half);
-            narrowing[half] += widen(narrow<Element>(heaviest)) - heaviest;
+            const float heaviest = largest_weight(half), gained = widen(narrow<Element>(heaviest)) - heaviest;
+            narrowing[half] += gained;
             row_sum[half] += sums[half];
-            limit[half] = fminf(sum_of_quad(row_sum[half]), SAFE_SUM);
+            const float total = sum_of_quad(row_sum[half]);
+            limit[half] = fminf(total, SAFE_SUM);
+            turning[half] = fabsf(gained) * (total - heaviest) > MOST_TURNED * total * total ? heaviest : 0.0f;
         }
+        if (!__any_sync(~0u, turning[0] > 0 || turning[1] > 0)) return false;
+#pragma unroll
+        for (int half = 0; half < 2; half++) follow(half, largest_of_quad(turning[half]), sums[half], rescale[half]);
+        return true;
+    }
+    // A new weight of about half of its row: what the row had is multiplied as narrowing multiplied the weight, so that their
+    // ratio is right. The tile's other weights stay, off by no more than their own narrowing; later ones follow row_max.
+    __device__ __forceinline__ void follow(int half, float heaviest, float sum, float& rescale) {
+        const float narrowed = widen(narrow<Element>(heaviest)) * reciprocal_approximate(heaviest), before = row_max[half];
+        row_max[half] -= heaviest > 0 ? log2_approximate(narrowed) : 0.0f;
+        const float factor = exp2_approximate(before - row_max[half]);
+        rescale *= factor;
+        row_sum[half] *= factor;
+        narrowing[half] = narrowing[half] * factor + sum * (1 - factor);
     }
     // Of a thread's own.
     __device__ __forceinline__ float largest_weight(int half) const {
