@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.fuzzing.dice import Dice
-from tests.fuzzing.features import meet
-from tests.fuzzing.forms import Pool
-from tests.fuzzing.language import Node, text
+from tests.fuzzing.drawing.dice import Dice
+from tests.fuzzing.drawing.features import meet
+from tests.fuzzing.drawing.forms import Pool
+from tests.fuzzing.drawing.language import Node, text
+from tests.fuzzing.drawing.tables import Table, filled
+from tests.fuzzing.drawing.texts import drawn_texts
 from tests.fuzzing.question import Given
-from tests.fuzzing.tables import Table, filled
-from tests.fuzzing.texts import drawn_texts
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded, from_records, records
 from tilewise.spec import Shape

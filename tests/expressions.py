@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tests.fuzzing.dice import Choices
-from tests.fuzzing.forms import WIDE, Pool
-from tests.fuzzing.grammar import Grammar
-from tests.fuzzing.language import INT, Node, load, text
+from tests.fuzzing.drawing.dice import Choices
+from tests.fuzzing.drawing.forms import WIDE, Pool
+from tests.fuzzing.drawing.grammar import Grammar
+from tests.fuzzing.drawing.language import INT, Node, load, text
 from tilewise import arrays
 from tilewise.expr import Expr, Loaded
 from tilewise.text import parse

@@ -29,15 +29,15 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the judge's matrices are t
 if __name__ == "__main__":  # the project's folder, not the script's own, where `cuda` is something else
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from tests.fuzzing import long, systems
-from tests.fuzzing.draw import Wanted
-from tests.fuzzing.failures import Failures
-from tests.fuzzing.long import Long
-from tests.fuzzing.put import Put
-from tests.fuzzing.records import KEPT, ROOT, Record, left, merged, of_now, tell
-from tests.fuzzing.report import Report
-from tests.fuzzing.workers import answered
-from tests.fuzzing.written import read
+from tests.fuzzing.drawing.draw import Wanted
+from tests.fuzzing.running import long, systems
+from tests.fuzzing.running.failures import Failures
+from tests.fuzzing.running.long import Long
+from tests.fuzzing.running.put import Put
+from tests.fuzzing.running.records import KEPT, ROOT, Record, left, merged, of_now, tell
+from tests.fuzzing.running.report import Report
+from tests.fuzzing.running.workers import answered
+from tests.fuzzing.running.written import read
 from tests.proof import digest
 from tilewise.cli.terminal import progress
 

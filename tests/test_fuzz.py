@@ -19,17 +19,17 @@ import pytest
 from tests import fuzz
 from tests.conformance.paths import paths
 from tests.conformance.wrong_kernels import BACKWARD_MISTAKES, SPEC_MISTAKES, STATE_MISTAKES, Wrong
-from tests.fuzzing import systems
-from tests.fuzzing.asking import ask
-from tests.fuzzing.draw import Wanted, draw
-from tests.fuzzing.memory import Memory
-from tests.fuzzing.put import Put, judge_seed, question_of
+from tests.fuzzing.drawing.draw import Wanted, draw
 from tests.fuzzing.question import Question
-from tests.fuzzing.report import Report
-from tests.fuzzing.systems import System
-from tests.fuzzing.trial import Verdict
-from tests.fuzzing.workers import Trouble
-from tests.fuzzing.written import read, written
+from tests.fuzzing.running import systems
+from tests.fuzzing.running.asking import ask
+from tests.fuzzing.running.memory import Memory
+from tests.fuzzing.running.put import Put, judge_seed, question_of
+from tests.fuzzing.running.report import Report
+from tests.fuzzing.running.systems import System
+from tests.fuzzing.running.trial import Verdict
+from tests.fuzzing.running.workers import Trouble
+from tests.fuzzing.running.written import read, written
 from tilewise import arrays, dispatch
 from tilewise.kernels.cuda.marshal import View, cannot_be_copied
 from tilewise.kernels.cuda.rungs import RUNGS
@@ -313,10 +313,10 @@ def test_what_happens_everywhere_is_no_luck(
 _RUN = """
 import ctypes, sys, time
 from tests import fuzz
-from tests.fuzzing import workers
-from tests.fuzzing.draw import Wanted
-from tests.fuzzing.put import Put
-from tests.fuzzing.systems import System
+from tests.fuzzing.running import workers
+from tests.fuzzing.drawing.draw import Wanted
+from tests.fuzzing.running.put import Put
+from tests.fuzzing.running.systems import System
 from tilewise.kernels.numpy import NumpyKernel
 
 workers.PATIENCE = 2.0
@@ -388,7 +388,7 @@ def test_a_failure_tells_how_to_see_it_again(
 
 def test_what_failed_once_only_is_told_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever a process has kept, another has not."""
-    from tests.fuzzing.failures import Failures
+    from tests.fuzzing.running.failures import Failures
 
     Failures(Put("numpy", WANTED), 5.0).tell([(3, "ContractError: out is off")])
     assert "it does not fail when it is asked alone" in capsys.readouterr().out

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzzing import device
-from tests.fuzzing.asking import ask, ask_linear
-from tests.fuzzing.draw import Wanted, draw
-from tests.fuzzing.memory import Memory
-from tests.fuzzing.put import judge_seed
+from tests.fuzzing.drawing.draw import Wanted, draw
+from tests.fuzzing.drawing.spelling import by_options
 from tests.fuzzing.question import Cache, Given, Layout, LinearQuestion, Question
-from tests.fuzzing.systems import System
-from tests.fuzzing.trial import judge
-from tests.fuzzing.written import read, written
+from tests.fuzzing.running import device
+from tests.fuzzing.running.asking import ask, ask_linear
+from tests.fuzzing.running.memory import Memory
+from tests.fuzzing.running.put import judge_seed
+from tests.fuzzing.running.systems import System
+from tests.fuzzing.running.trial import judge
+from tests.fuzzing.running.written import read, written
 from tilewise import arrays
 from tilewise.contract import on_device
 from tilewise.kernels.cuda.simulator.kernel import _walkable
@@ -74,6 +75,40 @@ def test_what_lies_between_and_beside_is_no_number() -> None:
     assert np.isnan(around[:, 1::2]).all() and not np.isnan(around[:, ::2]).any()
     after = np.lib.stride_tricks.as_strided(x[2:, 3:], (1, 9), (x.strides[0], 4))
     assert np.isnan(after[:, 1:]).all()
+
+
+def _written(mask: str | None, score: str | None, **changes: Any) -> Question:
+    """Of causal(), dense(a0) and bias(a1), or options in their place: the definitions are not asked for here."""
+    q, k, v = (Given(np.ones((1, 2, n, 4)), "float32") for n in (3, 5, 5))
+    a0, a1 = Given(np.eye(3, 5) > 0, "bool"), Given(np.ones((2, 1, 5)), "float16")
+    return Question(q, k, v, 0.5, None, None, mask, score, arrays=(a0, a1), **changes)
+
+
+@pytest.mark.parametrize(
+    "where", [{}, {"lengths": ((0, 3), (0, 5))}, {"total": (3, 5)}], ids=["dense", "packed", "part"]
+)
+@pytest.mark.parametrize(
+    ("mask", "score", "causal", "array"),
+    [
+        ("causal()", None, True, None), ("(causal()) & (K > 1)", None, True, None),
+        ("(causal()) & ((dense(a0)) | (K > 1))", None, True, None),
+        ("((causal()) & (K > 1)) | (K < 1)", None, False, None), ("~(causal())", None, False, None),
+        ("dense(a0)", None, False, 0), ("(causal()) & (dense(a0))", None, True, 0),
+        (None, "bias(a1)", False, 1), ("causal()", "(softcap(2)) >> (bias(a1))", True, 1),
+        ("K > 1", "bias(a1)", False, None), (None, "(bias(a1)) >> (softcap(2))", False, None),
+        ("dense(a0)", "bias(a1)", False, 0),
+    ],
+)  # fmt: skip
+def test_options_say_what_constructors_do(
+    mask: str | None, score: str | None, causal: bool, array: int | None, where: dict[str, Any]
+) -> None:
+    by_text = _written(mask, score, **where)
+    said = by_options(by_text, takes_arrays=not where)
+    assert (said.causal, said.array_as_mask) == (causal, None if where else array)
+    assert ("causal" in f"{said.mask_as_written}") == ("causal" in f"{mask}" and not causal)
+    spec, expected = (ask(x, Memory(), "cpu").call.spec for x in (said, by_text))
+    assert [repr(x) for x in spec.expressions] == [repr(x) for x in expected.expressions]
+    assert len(spec.expressions) == (mask is not None) + (score is not None)
 
 
 @pytest.mark.parametrize("page", [None, 16])

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzzing import draw as drawing
-from tests.fuzzing import gallery, grammar, language, named
-from tests.fuzzing.dice import Dice
-from tests.fuzzing.draw import Wanted, draw
-from tests.fuzzing.features import features
-from tests.fuzzing.forms import FORMS, Pool
+from tests.fuzzing.drawing import draw as drawing
+from tests.fuzzing.drawing import gallery, grammar, language, named
+from tests.fuzzing.drawing.dice import Dice
+from tests.fuzzing.drawing.draw import Wanted, draw
+from tests.fuzzing.drawing.features import features
+from tests.fuzzing.drawing.forms import FORMS, Pool
+from tests.fuzzing.drawing.tables import rounded
 from tests.fuzzing.question import Given, LinearQuestion, Question
-from tests.fuzzing.tables import rounded
 from tests.strategies import SMALL, dense_env, dense_values
 from tilewise import arrays, expr, validate
 from tilewise.kernels.numpy.ops import numpy_ops
@@ -70,8 +70,8 @@ def test_the_same_seed_draws_the_same_question() -> None:
 
 
 def test_drawing_needs_nothing_of_the_package() -> None:
-    names = "draw draw_linear features forms gallery grammar language layouts menu named question tables texts"
-    code = f"import sys\nfrom tests.fuzzing import {', '.join(names.split())}\n"
+    names = "draw draw_linear features forms gallery grammar language layouts menu named tables texts"
+    code = f"import sys\nfrom tests.fuzzing.drawing import {', '.join(names.split())}\n"
     code += "print([x for x in sys.modules if x.split('.')[0] in ('tilewise', 'torch')])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -188,7 +188,7 @@ FLOORS = {
         a float part of both; decay number
     """,
     6: """
-        a bound of 0; feature relu2; load by KP; load of rank 0; no keys
+        a bound of 0; an array as mask; causal as an option; feature relu2; load by KP; load of rank 0; no keys
     """,
     10: """
         array uint8; decay head; feature elu; feature exp; feature identity; feature relu; lengths differ;
@@ -320,7 +320,7 @@ def test_three_shapes_share_what_is_compiled() -> None:
 def _compiled(x: Question) -> Any:
     arrays_of = tuple((a.dtype, a.values.ndim, a.wants_gradient) for a in x.arrays)
     d, d_v = x.q.values.shape[3], x.v.values.shape[3]
-    return x.mask, x.score, x.mask_as_written, arrays_of, x.dtype, d, d_v, x.tile, x.scale, x.batch_invariant
+    return x.mask, x.score, arrays_of, x.dtype, d, d_v, x.tile, x.scale, x.batch_invariant
 
 
 def test_numbers_are_what_their_types_hold() -> None:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzzing.errors import Bounded
-from tests.fuzzing.exact import answer
+from tests.fuzzing.judging.errors import Bounded
+from tests.fuzzing.judging.exact import answer
+from tests.fuzzing.judging.slopes import slopes
+from tests.fuzzing.judging.values import Values, evaluate, kind_of
+from tests.fuzzing.judging.walk import ExpressionError, read, read_score
 from tests.fuzzing.question import Cache, Given, LinearQuestion, Numbers, Question
-from tests.fuzzing.slopes import slopes
-from tests.fuzzing.values import Values, evaluate, kind_of
-from tests.fuzzing.walk import ExpressionError, read, read_score
 
 ROOT = Path(__file__).parent.parent
-JUDGES = ("exact.py", "question.py")
+FUZZING = ROOT / "tests" / "fuzzing"
 LEAST, MOST = -(2**63), 2**63 - 1
 
 # -- it shares no code with the package -------------------------------------------------------------------------------
@@ -58,11 +58,14 @@ def _reached(files: list[Path], root: Path) -> set[str]:
     return seen
 
 
-def test_the_judge_imports_nothing_of_the_package() -> None:
-    reached = _reached([ROOT / "tests" / "fuzzing" / name for name in JUDGES], ROOT)
-    assert {"tests.fuzzing.walk", "tests.fuzzing.exact_linear", "tests.fuzzing"} <= reached  # it does follow them
+@pytest.mark.parametrize(("folder", "reads"), [("judging", "exact_linear"), ("drawing", "draw_linear")])
+def test_neither_who_draws_nor_who_judges_knows_the_package_or_the_other(folder: str, reads: str) -> None:
+    reached = _reached([*(FUZZING / folder).glob("*.py"), FUZZING / "question.py"], ROOT)
+    assert f"tests.fuzzing.{folder}.{reads}" in reached  # it does follow them
     others = {name.partition(".")[0] for name in reached} - {"tests"}
     assert others <= sys.stdlib_module_names | {"numpy"}
+    ours = tuple(f"tests.fuzzing.{name}" for name in (folder, "question"))
+    assert all(name.startswith(ours) for name in reached if name.startswith("tests.fuzzing."))
 
 
 @pytest.mark.parametrize("line", ["import tilewise.expr", "def f():\n    from tilewise import expr", "import far"])

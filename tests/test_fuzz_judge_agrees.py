@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzzing import plans
-from tests.fuzzing.draw import Wanted, draw
-from tests.fuzzing.errors import Bounded
-from tests.fuzzing.exact import Answer, answer
+from tests.fuzzing.drawing.draw import Wanted, draw
+from tests.fuzzing.judging.errors import Bounded
+from tests.fuzzing.judging.exact import Answer, Exact, answer
+from tests.fuzzing.judging.values import Values, evaluate, kind_of
+from tests.fuzzing.judging.walk import BOOL, FLOAT, read
+from tests.fuzzing.judging.widths import HALF, LARGEST, to_bfloat16, to_float16, wide
 from tests.fuzzing.question import Given, LinearQuestion, Numbers, Question
-from tests.fuzzing.values import Values, evaluate, kind_of
-from tests.fuzzing.walk import BOOL, FLOAT, read
-from tests.fuzzing.widths import HALF, LARGEST, to_bfloat16, to_float16, wide
+from tests.fuzzing.running import plans
 from tilewise import arrays, contract, parse, reference
 from tilewise.expr import Expr, Loaded, as_float, from_records, records
 from tilewise.linear import contract as linear_contract
@@ -108,6 +108,27 @@ def test_the_reference_agrees() -> None:
     # The dense computation is another one: its errors are like, not the same.
     assert np.quantile(ratios, 0.05) > 0.6 and np.quantile(ratios, 0.95) < 1.7
     assert np.abs(np.array(of_weights) - 1).max() < 0.01  # where weights are rounded, that decides
+
+
+def test_the_reference_agrees_on_kept_remainders() -> None:
+    """Dense gradients of out in two halves are as far off as the contract's; those of a rounded out are not."""
+    ratios, others = [], []
+    for _, question, found in fit(Wanted(backward_share=1.0, cache_share=0.0, dtypes=HALF, most_scores=8_000), 60):
+        call, d_out, d_lse = called(question), stored(question.d_out), stored(question.d_lse)
+        call = replace(call, spec=replace(call.spec, keeps_remainder=True))
+        with np.errstate(all="ignore"):
+            expected = contract.expected_backward(call, d_out, d_lse)
+        for e in expected:
+            got = found.results[e.what]
+            kept = limited(got.with_remainder).limit
+            for limits, other in ((ratios, e.limit), (others, limited(got).limit)):
+                limits.append(1.0 if kept == other else other / kept if kept else 2.0)
+    apart, apart_without = (np.quantile(np.abs(np.array(x) - 1), 0.95) for x in (ratios, others))
+    assert apart < 0.01 and apart_without > 0.05
+
+
+def limited(x: Exact) -> contract.Expected:
+    return contract.expected(x.what, x.dtype, x.rounded_as, x.exact, x.dense, x.saved)
 
 
 def test_the_reference_agrees_on_caches() -> None:

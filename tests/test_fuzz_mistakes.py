@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.fuzzing import systems
-from tests.fuzzing.mistakes import MISTAKES
-from tests.fuzzing.planting import MOST_CALLS, Mistake, edit, found, put
-from tests.fuzzing.workers import answered
+from tests.fuzzing.running import systems
+from tests.fuzzing.running.mistakes import MISTAKES
+from tests.fuzzing.running.planting import MOST_CALLS, Mistake, edit, found, put
+from tests.fuzzing.running.workers import answered
 
 
 def _params() -> list[Any]:

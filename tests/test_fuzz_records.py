@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests import fuzz
-from tests.fuzzing import long, records, systems
-from tests.fuzzing.long import Long
-from tests.fuzzing.records import Record, left, merged, missing, ranges, tell, united
-from tests.fuzzing.report import Report
-from tests.fuzzing.systems import TARGETS
-from tests.fuzzing.trial import Verdict
+from tests.fuzzing.running import long, records, systems
+from tests.fuzzing.running.long import Long
+from tests.fuzzing.running.records import Record, left, merged, missing, ranges, tell, united
+from tests.fuzzing.running.report import Report
+from tests.fuzzing.running.systems import TARGETS
+from tests.fuzzing.running.trial import Verdict
 from tests.proof import digest
 
 MACHINE = {"gpu": None, "cpu": "a CPU", "cores": 2}

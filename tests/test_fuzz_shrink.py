@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.fuzzing import language
-from tests.fuzzing.asking import ask, ask_linear
-from tests.fuzzing.draw import Wanted, draw
-from tests.fuzzing.exact import answer
-from tests.fuzzing.failures import described
-from tests.fuzzing.memory import Memory
+from tests.fuzzing.drawing import language
+from tests.fuzzing.drawing.draw import Wanted, draw
+from tests.fuzzing.judging.exact import answer
 from tests.fuzzing.question import Cache, Given, Layout, LinearQuestion, Question
-from tests.fuzzing.shrink import shrunk
-from tests.fuzzing.sizes import resized, sizes_of
+from tests.fuzzing.running.asking import ask, ask_linear
+from tests.fuzzing.running.failures import described
+from tests.fuzzing.running.memory import Memory
+from tests.fuzzing.running.shrink import shrunk
+from tests.fuzzing.running.sizes import resized, sizes_of
 
 WANTED = Wanted(shapes=1, backward_share=0.5, linear_share=0.1)
 MEMORY = Memory()

@@ -45,7 +45,7 @@ def test_what_fails_and_what_does_not_end(tmp_path: Path, capsys: pytest.Capture
 
 def test_every_system_of_gpus_gets_random_calls() -> None:
     """Those that long runs are wanted of, but for rungs of one that is there; the slowest to compile get the fewest."""
-    from tests.fuzzing.systems import TARGETS, check_name
+    from tests.fuzzing.running.systems import TARGETS, check_name
 
     kernels = {kernel for kernel, _ in prove_gpu.FUZZED.values()}
     for kernel in kernels:
@@ -133,7 +133,7 @@ def test_logs_in_numbers(name: str) -> None:
 
 def test_a_real_summary_of_the_fuzz_is_understood() -> None:
     """Sample logs grow old; the report does not."""
-    from tests.fuzzing.report import Report
+    from tests.fuzzing.running.report import Report
 
     report = Report(cases=12_345, worst=(0.25, 99), failures=[(7, "off")])
     found = proof.counts(report.summary())["fuzz"]

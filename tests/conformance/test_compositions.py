@@ -10,7 +10,7 @@ import pytest
 import tilewise as tw
 from tests.compositions import composed
 from tests.conformance.test_conformance import COMPILED, GPU_RUNGS, SYSTEMS
-from tests.fuzzing.dice import Dice
+from tests.fuzzing.drawing.dice import Dice
 from tilewise import arrays, dispatch, validate
 from tilewise.contract import (
     backward_results,

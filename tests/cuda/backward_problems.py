@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tilewise as tw
-from tests.fuzzing.menu import spoil_unread
+from tests.fuzzing.drawing.menu import spoil_unread
 from tilewise import arrays, reference, validate
 from tilewise.arrays import Array
 from tilewise.contract import Expected, backward_results, check_results, expected_backward, gradients_to_pull

@@ -11,7 +11,7 @@ import pytest
 
 import tilewise as tw
 from tests.expressions import Expressions
-from tests.fuzzing.dice import Dice
+from tests.fuzzing.drawing.dice import Dice
 from tests.strategies import BOOL_ARRAYS, FLOAT_ARRAYS, INT_ARRAYS
 from tilewise import arrays
 from tilewise.arrays import Array

@@ -25,11 +25,11 @@ import torch
 import tilewise as tw
 from tests.cute import every_lane
 from tests.cute.simulated import biased
-from tests.fuzzing import systems
-from tests.fuzzing.asking import ask
-from tests.fuzzing.memory import Memory
-from tests.fuzzing.put import question_of
 from tests.fuzzing.question import Question
+from tests.fuzzing.running import systems
+from tests.fuzzing.running.asking import ask
+from tests.fuzzing.running.memory import Memory
+from tests.fuzzing.running.put import question_of
 from tilewise import arrays, validate
 from tilewise.cases import Case, conformance
 from tilewise.cli import demo

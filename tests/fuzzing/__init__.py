@@ -1,1 +1,1 @@
-"""Random calls for tests/fuzz.py: drawn from a seed, judged by the contract."""
+"""Random calls for tests/fuzz.py: drawing/ makes a question from a seed, judging/ answers it, running/ asks kernels."""

@@ -1,6 +1,6 @@
 """A call in plain words: numbers, texts and NumPy arrays. What draws it and what judges it both know this, and no more.
 
-Nothing here knows the package. The call is made of it in tests/fuzzing/asking.py; the exact answer in exact.py.
+Nothing here knows the package. running/asking.py makes the call of it, judging/exact.py the exact answer.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Question:
     mask, score: texts in the language of `tilewise.parse`; a0, a1 ... name `arrays`, in both texts the same ones.
     mask_as_written, score_as_written: texts that say the same by constructors ("causal() & window(3, 1)"), which the
     judge need not know. If there, the call is made with them; arrays that only the definitions read are not in them.
+    causal, array_as_mask: the call says causal=True, and passes that array as its mask: the texts as written say what
+    is left, "" for nothing.
     """
 
     q: Given
@@ -72,6 +74,8 @@ class Question:
     score: str | None = None
     mask_as_written: str | None = None
     score_as_written: str | None = None
+    causal: bool = False
+    array_as_mask: int | None = None
     arrays: tuple[Given, ...] = ()
     sinks: Given | None = None
     lengths: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # packed: cumulative, of queries and of keys

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.cuda.test_ops import EXPRESSIONS, HUGE, MASKS, SHAPE, check_condition, numpy_values, random_conditions
-from tests.fuzzing.dice import Dice
+from tests.fuzzing.drawing.dice import Dice
 from tilewise import dispatch
 from tilewise.arrays import Array
 from tilewise.expr import NK, NQ, B, Expr, H, K, Q, S, as_float, constant, load, maximum, minimum, where

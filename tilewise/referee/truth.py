@@ -3,7 +3,8 @@
 Nothing of the kernels is used, nor of tilewise's expressions and reference: arrays of booleans and floats, matrix
 products and exp. The limit is the contract's: twice the error of the same computation done densely in the call's
 precision, and a band. Gradients have one more: a few roundings of the terms that cancel, or a row with one key, whose
-gradient is exactly 0, would have to be computed in our order of operations.
+gradient is exactly 0, would have to be computed in our order of operations. The judge of the tests' random calls is
+another text on purpose: it reads expressions, which other libraries do not have, and two can tell on each other.
 """
 
 from __future__ import annotations

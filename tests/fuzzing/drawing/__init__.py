@@ -1,0 +1,1 @@
+"""Questions from a seed. It knows ../question.py, and nothing of the package or of what judges."""

@@ -1,0 +1,1 @@
+"""Puts questions to kernel systems, reduces failures, counts calls and keeps records of them."""
