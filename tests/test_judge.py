@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.test_cli import _run
-from tilewise.referee import contender, results
+from tilewise.referee import contender, results, session
 from tilewise.referee.court import Options
 from tilewise.referee.features import FEATURES, parse
 from tilewise.referee.program import program
@@ -186,6 +190,15 @@ def test_several_contenders_have_a_file_each(capsys: pytest.CaptureFixture[str],
     assert _run(capsys, "judge", *names, "--json", str(tmp_path / "one.json"))[::2] == (
         2, f"tilewise: --json: expected a folder for several contenders, got '{tmp_path / 'one.json'}'\n"
     )  # fmt: skip
+
+
+def test_an_idle_process_says_nothing_of_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, fresh, session._begin, (list(sys.path),)) as pool:
+        worker = pool.submit(os.getpid).result()
+        time.sleep(0.2)  # until it waits for the next
+        os.kill(worker, signal.SIGINT)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_budget_ends_a_trial(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
