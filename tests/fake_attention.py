@@ -97,6 +97,30 @@ def refusing(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float = 1.0
     return right(q, k, v, causal=causal, scale=scale)
 
 
+def listing(q: Any, k: Any, v: Any, *, scale: float = 1.0) -> Any:
+    return [right(q, k, v, scale=scale)]
+
+
+def silent(q: Any, k: Any, v: Any, *, scale: float = 1.0) -> None:
+    """It computes, and forgets to return."""
+    right(q, k, v, scale=scale)
+
+
+def beside(q: Any, k: Any, v: Any, *, scale: float = 1.0) -> Any:
+    return right(q, k, v, scale=scale), None, 3
+
+
+def counting(q: Any, k: Any, v: Any, *, scale: float = 1.0) -> Any:
+    return right(q, k, v, scale=scale).long()
+
+
+def opening(q: Any, k: Any, v: Any, *, mask: Any, scale: float = 1.0) -> Any:
+    """The right result, but the mask lets everything through from now on."""
+    out = right(q, k, v, mask=mask, scale=scale)
+    mask.fill_(True)
+    return out
+
+
 def writing(q: Any, k: Any, v: Any, *, scale: float = 1.0) -> Any:
     """The right result, but q is not what it was."""
     out = right(q, k, v, scale=scale)

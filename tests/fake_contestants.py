@@ -93,6 +93,17 @@ class Service:
     def hang(self) -> None:
         time.sleep(60)
 
+    def fork(self) -> str:
+        """Both processes go on, as one that forks and forgets which it is."""
+        os.fork()
+        return "answer"
+
+    def hang_forked(self) -> None:
+        if os.fork() == 0:
+            time.sleep(15)
+            os._exit(0)
+        time.sleep(60)
+
     def chat(self) -> str:
         os.write(1, b"a library says hello\n")
         sys.stdout.write("so does Python\n")

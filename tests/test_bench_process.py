@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -64,6 +65,25 @@ def test_a_process_that_hangs_is_ended(child: Child) -> None:
         child.ask("hang", timeout=1)
     assert told.value.status == "timed out" and not child.alive
     assert time.monotonic() - begin < 30
+
+
+FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+
+
+@FORKS
+def test_a_process_that_hangs_is_ended_though_what_it_forked_lives_on(child: Child) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RefusedError, match="no answer within 1 s"):
+        child.ask("hang_forked", timeout=1)
+    assert time.monotonic() - begin < 10
+
+
+@FORKS
+def test_a_forked_process_answers_nothing(child: Child) -> None:
+    assert child.ask("fork", timeout=LONG) == "answer"
+    time.sleep(0.2)
+    assert child.ask("add", 1, timeout=LONG) == 6
+    assert child.ask("add", 1, timeout=LONG) == 7
 
 
 def test_what_cannot_be_made_is_told() -> None:

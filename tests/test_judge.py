@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.test_cli import _run
-from tilewise.referee import contender, results
+from tilewise.referee import contender, results, session
 from tilewise.referee.court import Options
 from tilewise.referee.features import FEATURES, parse
 from tilewise.referee.program import program
@@ -126,6 +130,30 @@ def test_writing_to_an_input_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
     assert "wrong: q: the call wrote to this input" in out
 
 
+def test_writing_to_a_mask_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out = _judge(capsys, "opening", features="mask", calls="4", **{"pass": "forward"})
+    assert code == 1
+    assert "wrong: mask: the call wrote to this input" in out
+
+
+@pytest.mark.parametrize(
+    ("fake", "told"),
+    [
+        ("listing", "returned list"),
+        ("silent", "returned NoneType"),
+        ("beside", "returned (Tensor of float32, NoneType, int)"),
+        ("counting", "returned Tensor of int64"),
+    ],
+)
+def test_what_is_no_result_is_wrong(capsys: pytest.CaptureFixture[str], fake: str, told: str) -> None:
+    """No error came, so it is no refusal."""
+    code, out = _judge(capsys, fake, features="plain")
+    assert code == 1
+    assert _cell(out, "plain", "forward") == _cell(out, "plain", "gradients") == "1 wrong"
+    assert f"wrong: out: {told}, expected out or (out, lse), each of them a torch.Tensor of floats" in out
+    assert told in _again(capsys, out)
+
+
 @pytest.mark.parametrize("name", ["numpy", "cpu", "sdpa"])
 def test_ours_are_right_and_sdpa_runs(name: str) -> None:
     slow = {"many-heads", "long-rows"} if name == "numpy" else set()  # which takes seconds for each
@@ -162,6 +190,15 @@ def test_several_contenders_have_a_file_each(capsys: pytest.CaptureFixture[str],
     assert _run(capsys, "judge", *names, "--json", str(tmp_path / "one.json"))[::2] == (
         2, f"tilewise: --json: expected a folder for several contenders, got '{tmp_path / 'one.json'}'\n"
     )  # fmt: skip
+
+
+def test_an_idle_process_says_nothing_of_ctrl_c(capfd: pytest.CaptureFixture[str]) -> None:
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, fresh, session._begin, (list(sys.path),)) as pool:
+        worker = pool.submit(os.getpid).result()
+        time.sleep(0.2)  # until it waits for the next
+        os.kill(worker, signal.SIGINT)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_budget_ends_a_trial(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -224,6 +261,10 @@ def test_a_function_of_numpy_arrays_needs_no_pytorch(tmp_path: Path) -> None:
         "    s = scale * (q.astype(float) @ k.astype(float).swapaxes(-1, -2))\n"
         "    p = np.exp(s - s.max(-1, keepdims=True))\n"
         "    return (p / p.sum(-1, keepdims=True) @ v).astype(q.dtype)\n"
+        "def writing(q, k, v, *, scale):\n"
+        "    out = attention(q, k, v, scale=scale)\n"
+        "    q *= 2\n"
+        "    return out\n"
     )
     script = """
 import sys
@@ -234,6 +275,7 @@ court = Court("mine:attention", Options())
 assert "gradients" not in court.introduce().says.arguments
 for call in ("plain/float32/forward/8/0", "slices/float64/forward/8/0"):
     assert verdict.judge(truth.truth(call), court.hear(call).answer).verdict == verdict.RIGHT
+assert Court("mine:writing", Options()).hear("plain/float32/forward/8/0").changed == "q"
 assert Court("numpy", Options()).hear("bias-with-inf/bfloat16/gradients/8/0").differs == ()
 """
     done = subprocess.run(

@@ -104,6 +104,9 @@ def test_many_sequences_of_linear_attention(kernel: str) -> None:
 
 @pytest.mark.gpu
 @on_a_gpu
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS"
+)  # by PyTorch, whose backward pass has a thread of its own
 @pytest.mark.parametrize("leading", LEADING)
 @pytest.mark.parametrize("kernel", ["cuda", "cuda/tiled", "cuda/forward_sm90", "cuda/unordered"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -129,6 +129,8 @@ def serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches parent and children alike: the parent decides
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not be taken for an answer
+    if hasattr(os, "register_at_fork"):  # what a library forks may outlive this process, or go on as if it were it
+        os.register_at_fork(after_in_child=answers.close)
     target, args = pickle.load(questions)
     subject: Any = None
     while True:

@@ -9,11 +9,14 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from tilewise import arrays
 from tilewise.arrays import FLOAT_DTYPES
+from tilewise.bench.refusal import RefusedError
 from tilewise.referee.calls import Call, Inputs
 
 Answer = dict[str, Any]  # out, lse, d_q, d_k, d_v, d_bias: NumPy arrays
 HALF = ("float16", "bfloat16")
+NO_RESULT = "no result"  # the status of a call that returned something else
 CAUSAL = "causal"
 TOP_LEFT, BOTTOM_RIGHT = "causal, top left", "causal, bottom right"
 
@@ -65,6 +68,25 @@ class Contender(ABC):
 
     def versions(self) -> dict[str, str]:
         return {name: found for name in self.packages() if (found := _version(name)) is not None}
+
+
+def results_of(returned: Any, kind: type) -> tuple[Any, Any]:
+    """out and lse, or None for that, of what a call returned: arrays of this type."""
+    pair = returned if isinstance(returned, tuple) else (returned, None)
+    wanted = len(pair) == 2 and (_is_floats(pair[1], kind) or pair[1] is None)
+    if not wanted or not _is_floats(pair[0], kind):
+        told = f"({', '.join(map(_told, pair))})" if isinstance(returned, tuple) else _told(returned)
+        expected = f"out or (out, lse), each of them a {kind.__module__}.{kind.__name__} of floats"
+        raise RefusedError(NO_RESULT, f"returned {told}, expected {expected}")
+    return pair[0], pair[1]
+
+
+def _is_floats(x: Any, kind: type) -> bool:
+    return isinstance(x, kind) and arrays.kind_of(x) == "float"
+
+
+def _told(x: Any) -> str:
+    return f"{type(x).__name__} of {arrays.dtype_name(x)}" if arrays.is_array(x) else type(x).__name__
 
 
 def _version(package: str) -> str | None:

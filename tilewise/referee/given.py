@@ -7,10 +7,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
 from tilewise.arrays import FLOAT_DTYPES
 from tilewise.bench.process import load
 from tilewise.referee.calls import Call, Inputs
-from tilewise.referee.contender import CAUSAL, Answer, Says
+from tilewise.referee.contender import CAUSAL, Answer, Says, results_of
 from tilewise.referee.layouts import as_array
 from tilewise.referee.tensors import Tensors, TorchContender
 
@@ -74,12 +76,19 @@ class Given(TorchContender):
             return super().prepare(call, given, device)
         function, options = load(self.name), self._options(call, given)
         q, k, v = (as_array(x, call.layout) for x in (given.q, given.k, given.v))
+        named = {"q": q, "k": k, "v": v, **options}
+        self._kept = tuple((name, x, x.copy()) for name, x in named.items() if isinstance(x, np.ndarray))
 
         def run() -> Answer:
-            done = function(q, k, v, **options)
-            return dict(zip(("out", "lse"), done, strict=True)) if isinstance(done, tuple) else {"out": done}
+            out, lse = results_of(function(q, k, v, **options), np.ndarray)
+            return {"out": out} if lse is None else {"out": out, "lse": lse}
 
         return run
+
+    def inputs_changed(self) -> str:
+        if not self._plain:
+            return super().inputs_changed()
+        return next((name for name, now, before in self._kept if now.tobytes() != before.tobytes()), "")
 
     def _options(self, call: Call, x: Tensors | Inputs) -> dict[str, Any]:
         """Only what the call has, besides causal and scale."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
@@ -36,7 +38,7 @@ def sessions(
             yield _merged([judged(name, options, part, progress) for part in parts])
         return
     fresh = multiprocessing.get_context("spawn")  # PyTorch's threads do not survive a fork
-    with ProcessPoolExecutor(jobs, fresh, _see, (list(sys.path),)) as pool:
+    with ProcessPoolExecutor(jobs, fresh, _begin, (list(sys.path),)) as pool:
         started = {name: [_start(pool, name, options, part) for part in parts] for name in names}
         owners = {future: name for name, futures in started.items() for future in futures}
         for future in as_completed(owners):  # whoever is ready is told, whatever becomes of the others
@@ -48,12 +50,28 @@ def sessions(
 
 
 def _start(pool: Executor, name: str, options: Options, part: Plan) -> Future[Judged]:
-    return pool.submit(judged, name, options, part)
+    return pool.submit(_asked, name, options, part)
 
 
-def _see(path: list[str]) -> None:
-    """A new process finds the same modules."""
+def _begin(path: list[str]) -> None:
+    """A new process finds the same modules; at Ctrl-C it ends without a word, since the first one tells."""
     sys.path[:] = path
+    signal.signal(signal.SIGINT, _leave)
+
+
+def _leave(*_: object) -> None:
+    os._exit(130)
+
+
+def _asked(name: str, options: Options, part: Plan) -> Judged:
+    """In a process of the pool, which would take the next part after Ctrl-C: it closes the contender's, and ends."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return judged(name, options, part)
+    except KeyboardInterrupt:
+        os._exit(130)
+    finally:
+        signal.signal(signal.SIGINT, _leave)
 
 
 def judged(name: str, options: Options, plan: Plan, progress: Progress = lambda text: None) -> Judged:

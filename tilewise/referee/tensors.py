@@ -9,7 +9,7 @@ from typing import Any
 from tilewise import arrays
 from tilewise.referee import layouts
 from tilewise.referee.calls import Call, Inputs
-from tilewise.referee.contender import Answer, Contender, absent
+from tilewise.referee.contender import Answer, Contender, absent, results_of
 
 INSTALL = "pip install torch"
 
@@ -47,7 +47,7 @@ def learned(call: Call, x: Tensors) -> list[Any]:
 class TorchContender(Contender):
     """Attention on PyTorch tensors; gradients come from autograd."""
 
-    _kept: tuple[tuple[Any, Any], ...] = ()
+    _kept: tuple[tuple[str, Any, Any], ...] = ()  # each input of the call, as it is and as it was
 
     def missing(self, device: str) -> str | None:
         reason = absent("torch", INSTALL)
@@ -78,12 +78,12 @@ class TorchContender(Contender):
 
         x = tensors(call, given, device)
         small = call.layout not in (layouts.FAR, layouts.LARGE)
-        self._kept = tuple((y, y.detach().clone()) for y in (x.q, x.k, x.v)) if small else ()
+        named = {name: y for name, y in vars(x).items() if y is not None and small}
+        self._kept = tuple((name, y, y.detach().clone()) for name, y in named.items())
         run = self.attend(call, x)
 
         def answered() -> Answer:
-            done = run()
-            out, lse = done if isinstance(done, tuple) else (done, None)
+            out, lse = results_of(run(), torch.Tensor)
             found = {"out": out} if lse is None else {"out": out, "lse": lse}
             if call.backward:
                 if not out.requires_grad:
@@ -98,10 +98,7 @@ class TorchContender(Contender):
         return answered
 
     def inputs_changed(self) -> str:
-        changed = (
-            name for name, (now, before) in zip("qkv", self._kept, strict=False) if not now.detach().equal(before)
-        )
-        return next(changed, "")
+        return next((name for name, now, before in self._kept if not now.detach().equal(before)), "")
 
 
 def _on_host(x: Any) -> Any:

@@ -12,7 +12,7 @@ from tilewise.bench.machine import thread_variables
 from tilewise.bench.process import Child
 from tilewise.bench.refusal import RefusedError, public
 from tilewise.referee.calls import PASSES, Call
-from tilewise.referee.contender import Says
+from tilewise.referee.contender import NO_RESULT, Says
 from tilewise.referee.court import Introduction, Options, Testimony
 from tilewise.referee.features import FEATURES, Feature, draw
 from tilewise.referee.truth import truth
@@ -156,6 +156,8 @@ class Trial:
 
     def _not_answered(self, error: RefusedError) -> Finding:
         """An error is a refusal, as a caller sees it; the end of a process, or of the GPU's context, is a crash."""
+        if error.status == NO_RESULT:
+            return Finding(WRONG, "out", reason=public(error.reason))
         lost = any(sign in error.reason for sign in _GPU_LOST)
         if self._child is not None and self._child.alive and not lost:
             return Finding(REFUSED, reason=public(error.reason))

@@ -58,6 +58,9 @@ INTERVALS = {
     "a score's -inf is forgotten by position": edit(
         "schedule:live_expression", "spec.mask & finite", "spec.mask | finite"
     ),
+    "mixed blocks are as they are, by keys": edit(
+        "schedule:_bands", "fine[:, :, first:last, :] = _classify(plan, inner, outer)", "pass"
+    ),
     "plans of another part of a sequence": edit(
         "schedule:plan", "shape, backward=False,", "shape, backward=False, origin_k=0, origin_q=0,"
     ),

@@ -18,8 +18,11 @@ from tilewise import schedule
 from tilewise.schedule import Kind, Plan, Runs
 from tilewise.spec import Attention, Shape, Tile
 
-# Those of kernels, and odd ones.
-TILES = ((128, 128), (64, 64), (128, 64), (64, 128), (64, 16), (16, 128), (32, 32), (17, 61), (100, 3), (7, 16), (3, 5))
+# Those of kernels, and odd ones. Of the smallest there are so many that blocks of them are looked at first.
+TILES = (
+    (128, 128), (64, 64), (128, 64), (64, 128), (64, 16), (16, 128), (32, 32), (17, 61), (100, 3), (7, 16), (3, 5),
+    (1, 1),
+)  # fmt: skip
 
 # Warpgroups that share what they load have so many rows each, and may leave out so many of the last tiles.
 WARPGROUP, MOST_SKIPPED = 64, 1
